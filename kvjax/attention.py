@@ -1,0 +1,98 @@
+"""Attention as merged partials, and exact prefill attention that never builds an S x S array."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.types import Array, Partial
+
+NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
+
+
+def scores(q: Array, k: Array) -> Array:
+    """q [B K G T H], k [B K S H] -> scaled dot products f32[B K G T S]."""
+    return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+
+
+def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
+    """pos i32[B K S], q_pos i32[B T] -> bool[B K 1 T S]: filled, not in the future, inside the window."""
+    s, t = pos[:, :, None, None, :], q_pos[:, None, None, :, None]
+    ok = (s >= 0) & (s <= t)
+    return ok if window is None else ok & (s > t - window)
+
+
+def weights(s: Array) -> tuple[Array, Array, Array]:
+    """Scores f32[... S], NEG where masked -> (unnormalised weights, their maximum m, their sum l); masked slots weigh 0."""
+    m = jnp.max(s, -1)
+    p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
+    return p, m, p.sum(-1)
+
+
+def mix(p: Array, v: Array) -> Array:
+    """Weights f32[B K G T S], v [B K S H] -> f32[B K G T H]."""
+    return jnp.einsum("bkgts,bksh->bkgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def partial(s: Array, v: Array) -> Partial:
+    """Scores f32[B K G T S], NEG where masked, and values [B K S H] -> Partial."""
+    p, m, l = weights(s)
+    return Partial(mix(p, v), m, l)
+
+
+def combine(a: Partial, b: Partial) -> Partial:
+    """Two partials over disjoint slots as one (log-sum-exp rule; Milakov & Gimelshein, 2018)."""
+    m = jnp.maximum(a.m, b.m)
+    x, y = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    return Partial(x[..., None] * a.o + y[..., None] * b.o, m, x * a.l + y * b.l)
+
+
+def merge(parts: list[Partial]) -> Array:
+    """Partials over disjoint slots -> attention output f32[B K G T H]; exact for any partition."""
+    p = functools.reduce(combine, parts)
+    return p.o / jnp.maximum(p.l, 1e-30)[..., None]
+
+
+def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | None = None, block: int = 512) -> Array:
+    """Exact causal attention in blocks: memory grows with `block`, never with T x S.
+
+    q [B K G T H] at positions start..start+T-1; k, v [B K S H] at positions 0..S-1 (later slots are not read).
+    Returns [B K G T H] in q's dtype. Right padding needs no mask: it lies in every real query's future.
+    Online softmax over key blocks (FlashAttention; Dao et al., 2022); blocks wholly in the future or
+    before the window are skipped, not masked.
+    """
+    B, K, G, T, H = q.shape
+    S = k.shape[2]
+    nq, nk = -(-T // block), -(-S // block)
+    bq, bk = -(-T // nq), -(-S // nk)
+    pad = lambda x, n, axis: jnp.pad(x, [(0, n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
+    qs = jnp.moveaxis(pad(q, nq * bq - T, 3).reshape(B, K, G, nq, bq, H), 3, 0)
+    ks, vs = pad(k, nk * bk - S, 2), pad(v, nk * bk - S, 2)
+
+    def rows(_, xs):
+        i, qi = xs
+        t = start + i * bq + jnp.arange(bq)
+
+        def columns(acc, j):
+            def attend(acc):
+                kj, vj = (lax.dynamic_slice_in_dim(x, j * bk, bk, 2) for x in (ks, vs))
+                s = j * bk + jnp.arange(bk)
+                ok = s[None, :] <= t[:, None]
+                if window is not None:
+                    ok &= s[None, :] > t[:, None] - window
+                return combine(acc, partial(jnp.where(ok[None, None, None], scores(qi, kj), NEG), vj))
+
+            needed = j * bk <= t[-1]
+            if window is not None:
+                needed &= (j + 1) * bk - 1 > t[0] - window
+            return lax.cond(needed, attend, lambda acc: acc, acc), None
+
+        zero = Partial(jnp.zeros(qi.shape, jnp.float32), jnp.full(qi.shape[:-1], NEG), jnp.zeros(qi.shape[:-1]))
+        acc, _ = lax.scan(columns, zero, jnp.arange(nk))
+        return None, merge([acc]).astype(q.dtype)
+
+    _, out = lax.scan(rows, None, (jnp.arange(nq), qs))
+    return jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)[:, :, :, :T]

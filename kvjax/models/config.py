@@ -1,0 +1,102 @@
+"""What distinguishes one decoder family from another, as declared data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from kvjax.types import KvjaxError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings.
+
+    `linear` divides positions by `factor` (Chen et al., 2023); `llama3` divides only the frequencies whose
+    wavelength exceeds the original context, with a smooth band between (Llama 3.1 model card).
+    """
+
+    kind: str  # "linear" | "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3"):
+            raise KvjaxError(f"RoPE scaling {self.kind!r} is not supported; supported: 'linear', 'llama3'")
+        if self.factor <= 0:
+            raise KvjaxError(f"RoPE scaling factor must be positive, got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A decoder-only transformer with RoPE, RMSNorm and a gated SiLU MLP.
+
+    Axis letters in brackets are those of `kvjax.types`. `windows` has one entry per layer: the number of
+    most recent positions that a query sees (itself included), or None for all of them.
+    """
+
+    vocab_size: int  # V
+    width: int  # D
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    mlp_width: int  # F
+    max_positions: int = 4096
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0  # share of the head dim that is rotated
+    rope_scaling: RopeScaling | None = None
+    windows: tuple[int | None, ...] | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
+            if getattr(self, name) < 1:
+                raise KvjaxError(f"config field {name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.windows is not None and len(self.windows) != self.layers:
+            raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
+        if self.rotary_dim % 2:
+            raise KvjaxError(f"rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}")
+
+    @property
+    def groups(self) -> int:
+        """G, query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading channels of a head are rotated."""
+        return int(self.head_dim * self.rope_fraction)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, or None."""
+        return None if self.windows is None else self.windows[layer]
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back to an equal config."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """From the text of `to_json`; raises KvjaxError on a foreign or damaged file."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            scaling = raw.pop("rope_scaling", None)
+            for name in ("windows", "eos_ids"):
+                if raw.get(name) is not None:
+                    raw[name] = tuple(raw[name])
+            return cls(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        except (TypeError, AttributeError, json.JSONDecodeError) as e:
+            raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e

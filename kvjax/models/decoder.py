@@ -1,0 +1,113 @@
+"""One decoder; its families are fields of `Config`, and what attention reads is the caller's `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Linear, RMSNorm, rope_angles, rotate
+from kvjax.types import Array
+
+Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
+"""(layer, q [B K G T H], k [B K T H], v [B K T H]), rotated -> (out [B K G T H], that layer's new state)."""
+
+
+class Attention(nn.Module):
+    """Projections and RoPE around `attend`."""
+
+    config: Config
+    layer: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        c = self.config
+        D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
+        linear = lambda name, *a, **kw: Linear(*a, **kw, dtype=self.dtype, name=name)  # noqa: E731
+        q = linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(x, "btd,dkgh->bkgth")
+        k = linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x, "btd,dkh->bkth")
+        v = linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x, "btd,dkh->bkth")
+        if c.qk_norm:
+            q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
+            k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
+        cos, sin = (a[:, None] for a in angles)  # [B 1 T H/2]
+        q, k = rotate(q, cos[:, :, None], sin[:, :, None]), rotate(k, cos, sin)
+        out, state = attend(self.layer, q, k, v)
+        y = linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out.astype(x.dtype), "bkgth,kghd->btd")
+        return y, state
+
+
+class MLP(nn.Module):
+    """Gated SiLU feed-forward (Shazeer, 2020)."""
+
+    config: Config
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        linear = lambda name, *a: Linear(*a, bias=c.mlp_bias, dtype=self.dtype, name=name)  # noqa: E731
+        gate = linear("gate", "D F", (c.width, c.mlp_width))(x, "btd,df->btf")
+        up = linear("up", "D F", (c.width, c.mlp_width))(x, "btd,df->btf")
+        return linear("down", "F D", (c.mlp_width, c.width))(jax.nn.silu(gate) * up, "btf,fd->btd")
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    config: Config
+    layer: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        c = self.config
+        norm = lambda name: RMSNorm(c.width, c.norm_eps, dtype=self.dtype, name=name)  # noqa: E731
+        with jax.named_scope("attention"):
+            y, state = Attention(c, self.layer, self.dtype, name="attention")(norm("attention_norm")(x), angles, attend)
+        x = x + y
+        with jax.named_scope("mlp"):
+            return x + MLP(c, self.dtype, name="mlp")(norm("mlp_norm")(x)), state
+
+
+class Decoder(nn.Module):
+    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states)."""
+
+    config: Config
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        c = self.config
+        init = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ("V", "D"))
+        self.embedding = self.param("embedding", init, (c.vocab_size, c.width), self.dtype)
+        self.blocks = [Layer(c, i, self.dtype, name=f"layer_{i}") for i in range(c.layers)]
+        self.final_norm = RMSNorm(c.width, c.norm_eps, dtype=self.dtype)
+        if not c.tie_embeddings:
+            self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
+
+    def __call__(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
+        x = self.embedding[tokens]
+        angles = rope_angles(self.config, pos)
+        states = []
+        for block in self.blocks:
+            x, state = block(x, angles, attend)
+            states.append(state)
+        return self.final_norm(x), tuple(states)
+
+    def unembed(self, hidden: Array) -> Array:
+        """hidden [... D] -> logits f32[... V]."""
+        if self.config.tie_embeddings:
+            y = jnp.einsum("...d,vd->...v", hidden, self.embedding)
+        else:
+            y = self.head(hidden, "...d,dv->...v")
+        return y.astype(jnp.float32)
+
+    def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
+        """`__call__` then `unembed`: logits f32[B T V] and states."""
+        hidden, states = self(tokens, pos, attend)
+        return self.unembed(hidden), states

@@ -1,0 +1,41 @@
+"""A jitted function compiled ahead of its first run, so that compile time is known apart from run time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+
+
+class Program:
+    """`compile` gives an executable per set of static values and shapes; the same ones are compiled once."""
+
+    def __init__(self, fun, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()):
+        self._jit = jax.jit(fun, static_argnames=static, donate_argnames=donate)
+        self._static = set(static)
+        self._done: dict[Any, Any] = {}
+
+    def compile(self, **kwargs) -> tuple[Any, float]:
+        """(executable taking the non-static keyword arguments, seconds spent compiling now)."""
+        static = {k: v for k, v in kwargs.items() if k in self._static}
+        arrays = {k: v for k, v in kwargs.items() if k not in self._static}
+        leaves, tree = jax.tree.flatten(arrays)
+        key = (tuple(sorted(static.items(), key=lambda kv: kv[0])), tree, tuple(_type(x) for x in leaves))
+        start = time.perf_counter()
+        if key not in self._done:
+            self._done[key] = self._jit.lower(**kwargs).compile()
+        return self._done[key], time.perf_counter() - start
+
+    def __call__(self, **kwargs):
+        """Compiles when needed and runs."""
+        executable, _ = self.compile(**kwargs)
+        return executable(**{k: v for k, v in kwargs.items() if k not in self._static})
+
+    def lower(self, **kwargs):
+        """The lowered program, for looking at."""
+        return self._jit.lower(**kwargs)
+
+
+def _type(x) -> tuple:
+    return (x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None))

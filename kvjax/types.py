@@ -1,0 +1,50 @@
+"""The glossary of axis letters, and the few records that cross file borders.
+
+Axis letters (einsums, comments and docstrings use these and nothing else):
+
+    B batch rows    T query tokens of this call    S cache slots    L layers
+    N query heads   K key/value heads              G = N // K       H head dim
+    D model width   F MLP width                    V vocabulary     W observation window
+
+`q [B K G T H]`, `k, v [B K S H]` (keys after RoPE). `pos i32[B K S]` is the original position of the
+token in a slot, -1 when the slot is empty; its K axis may be 1 when all heads hold the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+Array = jax.Array
+
+
+def pytree(cls):
+    """Frozen dataclass registered as a pytree; fields marked `static` are structure, not leaves."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+class Partial(NamedTuple):
+    """Attention over some slots, not yet normalised: numerator, running maximum, denominator."""
+
+    o: Array  # f32[B K G T H]
+    m: Array  # f32[B K G T]
+    l: Array  # f32[B K G T]
+
+
+@pytree
+class Block:
+    """The keys and values of one layer in full precision; slot i is empty iff pos[..., i] < 0."""
+
+    k: Array  # [B K S H], after RoPE
+    v: Array  # [B K S H]
+    pos: Array  # i32[B K S]
+
+
+class KvjaxError(ValueError):
+    """An input that kvjax cannot use; the message says which value, and what to do."""
+
+
+class IncompatibleMethod(KvjaxError):
+    """Two slots of a method that cannot work together."""
