@@ -15,7 +15,13 @@ NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free
 
 def scores(q: Array, k: Array) -> Array:
     """q [B K G T H], k [B K S H] -> scaled dot products f32[B K G T S]."""
-    return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    B, K, G, T, H = q.shape
+    if G * T > 16:
+        return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    # Few queries: with the keys as the second operand, XLA:CPU transposes all of them on every decode step.
+    dims = (((3,), (3,)), ((0, 1), (0, 1)))
+    s = lax.dot_general(k, q.reshape(B, K, G * T, H), dims, preferred_element_type=jnp.float32)
+    return s.swapaxes(2, 3).reshape(B, K, G, T, -1) * H**-0.5
 
 
 def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:

@@ -84,14 +84,24 @@ def append(buf: Buffer, x: Array, at: Array) -> Buffer:
     """Writes x [B K T W] at slots at..at+T-1 of each row; at i32[B], and at + T must not exceed S."""
     x = _bits(x) if buf.data.dtype != x.dtype else x
     if not buf.host:
-        write = jax.vmap(lambda b, r, i: lax.dynamic_update_slice_in_dim(b, r, i, 1))
-        return dataclasses.replace(buf, data=write(buf.data, x, at))
+        return dataclasses.replace(buf, data=put(buf.data, x, at))
     data = buf.data
     zero = jnp.int32(0)
     for b in range(x.shape[0]):  # never a scatter on the host: it copies the buffer
         row = jax.device_put(x[b : b + 1], HOST)
         data = lax.dynamic_update_slice(data, row, (jnp.int32(b), zero, at[b], zero))
     return dataclasses.replace(buf, data=data)
+
+
+def put(data: Array, x: Array, at: Array) -> Array:
+    """Device arrays: data [B K S ...] with x [B K T ...] at slots at..at+T-1 of each row; what lies outside is dropped.
+
+    One scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
+    """
+    B, K, T = x.shape[:3]
+    slot = at[:, None, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
+    index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
+    return data.at[index].set(x, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def rows(buf: Buffer, idx: Array) -> Array:

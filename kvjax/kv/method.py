@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import memory
 from kvjax.attention import NEG, merge, partial, scores, visible
 from kvjax.kv.codecs import Codec, Host, Plain
 from kvjax.kv.readers import Full, Reader
@@ -133,8 +134,7 @@ class Method:
         due = (state.tail_n == self.tail) & (fresh.pos[:, 0, 0] >= 0)
         state = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, state)
         at = state.tail_n
-        put = jax.vmap(lambda a, x, i: lax.dynamic_update_slice_in_dim(a, x, i, 1))
-        tail = jax.tree.map(lambda a, x: put(a, x, at), state.tail, fresh)
+        tail = jax.tree.map(lambda a, x: memory.put(a, x, at), state.tail, fresh)
         return dataclasses.replace(state, tail=tail, tail_n=at + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
 
     def _flush(self, state: LayerState, due: Array) -> LayerState:
@@ -147,13 +147,12 @@ class Method:
         )
 
     def _write(self, state: LayerState, fresh: Block, at: Array) -> LayerState:
-        put = jax.vmap(lambda a, x, i: lax.dynamic_update_slice_in_dim(a, x, i, 1))
         pos = jnp.broadcast_to(fresh.pos, (*state.pos.shape[:2], fresh.pos.shape[2]))
         return dataclasses.replace(
             state,
             k=self.k.write(state.k, fresh.k, at),
             v=self.v.write(state.v, fresh.v, at),
-            pos=put(state.pos, pos, at),
+            pos=memory.put(state.pos, pos, at),
             n=at + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32),
         )
 

@@ -29,17 +29,17 @@ class Attention(nn.Module):
         c = self.config
         D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
         linear = lambda name, *a, **kw: Linear(*a, **kw, dtype=self.dtype, name=name)  # noqa: E731
-        q = linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(x, "btd,dkgh->bkgth")
-        k = linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x, "btd,dkh->bkth")
-        v = linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x, "btd,dkh->bkth")
+        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(x), 1, 3)
+        k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
+        v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         if c.qk_norm:
             q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
         cos, sin = (a[:, None] for a in angles)  # [B 1 T H/2]
         q, k = rotate(q, cos[:, :, None], sin[:, :, None]), rotate(k, cos, sin)
         out, state = attend(self.layer, q, k, v)
-        y = linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out.astype(x.dtype), "bkgth,kghd->btd")
-        return y, state
+        out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
+        return linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out), state
 
 
 class MLP(nn.Module):
@@ -52,9 +52,9 @@ class MLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         c = self.config
         linear = lambda name, *a: Linear(*a, bias=c.mlp_bias, dtype=self.dtype, name=name)  # noqa: E731
-        gate = linear("gate", "D F", (c.width, c.mlp_width))(x, "btd,df->btf")
-        up = linear("up", "D F", (c.width, c.mlp_width))(x, "btd,df->btf")
-        return linear("down", "F D", (c.mlp_width, c.width))(jax.nn.silu(gate) * up, "btf,fd->btd")
+        gate = linear("gate", "D F", (c.width, c.mlp_width))(x)
+        up = linear("up", "D F", (c.width, c.mlp_width))(x)
+        return linear("down", "F D", (c.mlp_width, c.width))(jax.nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         if self.config.tie_embeddings:
             y = jnp.einsum("...d,vd->...v", hidden, self.embedding)
         else:
-            y = self.head(hidden, "...d,dv->...v")
+            y = self.head(hidden)
         return y.astype(jnp.float32)
 
     def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:

@@ -32,7 +32,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear map named by axis letters: `axes="D K G H"` holds a kernel [D, K, G, H], contracted on the first `contract`."""
+    """A linear map named by axis letters: `axes="D K G H"` holds a kernel [D, K, G, H]; the first `contract` are summed.
+
+    x [... in-axes] -> [... out-axes]. Computed as one matrix product: with more axes XLA transposes the kernel, every time.
+    """
 
     axes: str
     shape: Sequence[int]
@@ -41,17 +44,15 @@ class Linear(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, equation: str) -> Array:
-        names, shape = tuple(self.axes.split()), tuple(self.shape)
-        fan_in = math.prod(shape[: self.contract])
-        init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), names)
-        y = jnp.einsum(equation, x, self.param("kernel", init, shape, self.dtype))
+    def __call__(self, x: Array) -> Array:
+        names, shape, n = tuple(self.axes.split()), tuple(self.shape), self.contract
+        size_in, size_out, lead = math.prod(shape[:n]), math.prod(shape[n:]), x.shape[: x.ndim - n]
+        init = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
+        kernel = self.param("kernel", init, shape, self.dtype)
+        y = (x.reshape(-1, size_in) @ kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
         if self.bias:
-            names, shape = names[self.contract :], shape[self.contract :]
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, names)
-            size = dict(zip("".join(names).lower(), shape, strict=True))
-            out = equation.split("->")[1]
-            y = y + self.param("bias", zeros, shape, self.dtype).reshape([size.get(c, 1) for c in out])
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
+            y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))
         return y
 
 
