@@ -1,0 +1,40 @@
+"""What a test of a method needs, no network: a toy model, a dense oracle, and a look into compiled programs."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kvjax.model import Model, random_model
+from kvjax.models.config import Config
+
+
+def toy_model(seed: int = 0, **changes) -> Model:
+    """A random decoder small enough for unit tests: grouped heads, three layers, 97 tokens."""
+    sizes = {"vocab_size": 97, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 48}
+    return random_model(Config(**{**sizes, **changes}), seed)
+
+
+def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: np.ndarray, window: int | None = None) -> np.ndarray:
+    """One row in NumPy, float64: q [N T H] at q_pos [T]; k, v [K S H] at positions 0..S-1 -> [N T H].
+
+    Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1), query head n on key/value head n // (N / K).
+    """
+    groups = q.shape[0] // k.shape[0]
+    pos = np.arange(k.shape[1])
+    out = np.empty(q.shape)
+    for n in range(q.shape[0]):
+        for t, at in enumerate(q_pos):
+            seen = (pos <= at) if window is None else (pos <= at) & (pos > at - window)
+            s = k[n // groups, seen].astype(np.float64) @ q[n, t] / np.sqrt(q.shape[-1])
+            p = np.exp(s - s.max())
+            out[n, t] = (p / p.sum()) @ v[n // groups, seen]
+    return out
+
+
+def full_copies(program_text: str, shape: tuple[int, ...]) -> list[str]:
+    """Instructions of a compiled program that copy or convert an array of exactly this shape."""
+    dims = re.escape("[" + ",".join(map(str, shape)) + "]")
+    copies = re.compile(dims + r"\{[^}]*\} (copy|convert|copy-start|transpose)\(")
+    return [line.strip()[:160] for line in program_text.splitlines() if copies.search(line)]
