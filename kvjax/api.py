@@ -77,13 +77,27 @@ def prefill(
     capacity = room(ids, capacity, 0 if capacity is not None else 128)
     if chunk is not None:
         return _prefill_chunks(model, ids, method, capacity, chunk, progress)
-    tokens, lengths = pad(ids)
-    return PREFILL(
-        params=model.params,
-        tokens=place(model, tokens, "B T"),
-        lengths=place(model, lengths, "B"),
-        setting=setting(model, method, capacity),
-    )
+    return PREFILL(params=model.params, **inputs(model, *pad(ids)), setting=setting(model, method, capacity))
+
+
+def inputs(model: Model, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, Array]:
+    """Padded prompts where the model lives."""
+    return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
+
+
+def fresh_inputs(model: Model, ids: Sequence[Sequence[int]], state: State, extra: int = 0) -> dict[str, Array]:
+    """`inputs` for tokens that follow a state, checked against its rows and its room (`extra` more are to come)."""
+    if len(ids) != state.length.shape[0]:
+        raise KvjaxError(f"{len(ids)} rows were given for a state of {state.length.shape[0]} rows")
+    tokens, lengths = pad(ids, max(map(len, ids)))
+    used = int(np.max(jax.device_get(state.length)))
+    need = used + tokens.shape[1] + extra
+    if need > state.capacity:
+        raise KvjaxError(
+            f"the state has room for {state.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
+            f"prefill with capacity={need} or more"
+        )
+    return inputs(model, tokens, lengths)
 
 
 def _prefill_chunks(model, ids, method, capacity, chunk, progress):
@@ -115,23 +129,8 @@ def extend(model: Model, ids: Prompts, state: State, method: Method) -> tuple[Ar
 
     Rows may be of unequal length; beyond a row's length the logits mean nothing. Raises when the state has no room.
     """
-    ids = token_ids(model, ids)
-    if len(ids) != state.length.shape[0]:
-        raise KvjaxError(f"{len(ids)} rows were given for a state of {state.length.shape[0]} rows")
-    tokens, lengths = pad(ids, max(map(len, ids)))
-    used = int(np.max(jax.device_get(state.length)))
-    if used + tokens.shape[1] > state.capacity:
-        raise KvjaxError(
-            f"the state has room for {state.capacity} tokens per row and holds {used}; {tokens.shape[1]} more do not "
-            f"fit: prefill with capacity={used + tokens.shape[1]} or more"
-        )
-    return EXTEND(
-        params=model.params,
-        tokens=place(model, tokens, "B T"),
-        state=state,
-        lengths=place(model, lengths, "B"),
-        setting=setting(model, method, state.capacity),
-    )
+    args = fresh_inputs(model, token_ids(model, ids), state)
+    return EXTEND(params=model.params, **args, state=state, setting=setting(model, method, state.capacity))
 
 
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: Method) -> list[np.ndarray]:

@@ -116,31 +116,37 @@ class _Run:
         return time.perf_counter() - start
 
 
-def _start(model, prompts, method, max_new_tokens, s, seed, eos_ids, capacity) -> _Run:
+def _start(model, prompts, method, s, *, max_new_tokens, seed, eos_ids, capacity, state) -> _Run:
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     ids = token_ids(model, prompts)
-    setting = api.setting(model, method, api.room(ids, capacity, max_new_tokens))
-    tokens, lengths = pad(ids)
-    args = {
-        "params": model.params,
-        "tokens": api.place(model, tokens, "B T"),
-        "lengths": api.place(model, lengths, "B"),
-    }
-    run, compile_seconds = api.PREFILL.compile(**args, setting=setting)
+    run, args, setting, compile_seconds = _first_pass(model, ids, method, max_new_tokens, capacity, state)
     start = time.perf_counter()
     logits, state = jax.block_until_ready(run(**args))
     seconds = time.perf_counter() - start
+    if logits.ndim == 3:  # of all fresh tokens: only each row's last one matters
+        last = jnp.array([len(r) - 1 for r in ids])
+        logits = jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0]
     eos = np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)
-    args = {
-        "logits": logits,
-        "state": state,
-        "keys": row_keys(jax.random.key(seed), len(ids)),
-        "eos": jnp.asarray(eos),
-        "sampler": s,
-    }
+    keys = row_keys(jax.random.key(seed), len(ids))
+    args = {"logits": logits, "state": state, "keys": keys, "eos": jnp.asarray(eos), "sampler": s}
     run, more = BEGIN.compile(**args, length=max_new_tokens)
     return _Run(model, run(**args), s, setting, seconds, compile_seconds + more)
+
+
+def _first_pass(model, ids, method, max_new_tokens, capacity, state):
+    """The program that runs the prompts, its arguments, its setting, and its compile time."""
+    if state is None:
+        setting = api.setting(model, method, api.room(ids, capacity, max_new_tokens))
+        program, args = api.PREFILL, api.inputs(model, *pad(ids))
+    else:
+        if capacity is not None:
+            raise KvjaxError("capacity is the given state's; leave it out, or prefill with a larger one")
+        setting = api.setting(model, method, state.capacity)
+        program, args = api.EXTEND, {**api.fresh_inputs(model, ids, state, max_new_tokens), "state": state}
+    args["params"] = model.params
+    run, seconds = program.compile(**args, setting=setting)
+    return run, args, setting, seconds
 
 
 def generate(
@@ -156,18 +162,21 @@ def generate(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     capacity: int | None = None,
+    state: State | None = None,
     loop: str = "while",
 ) -> Result:
     """Continues each prompt (texts or lists of ids) under a method.
 
     A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours. eos_ids: default the
-    checkpoint's. capacity: tokens per row, default what is needed. loop: "while" stops when all rows have ended,
-    "scan" runs max_new_tokens whatever the tokens.
+    checkpoint's. capacity: tokens per row, default what is needed. state: go on from it (of `prefill` or `extend`,
+    under the same method; it stays usable), the prompts being what comes next. loop: "while" stops when all rows
+    have ended, "scan" runs max_new_tokens whatever the tokens.
     """
     if loop not in ("while", "scan"):
         raise KvjaxError(f"loop must be 'while' or 'scan', got {loop!r}")
     s = sampler(temperature, top_k, top_p, min_p)
-    run = _start(model, prompts, method, max_new_tokens, s, seed, eos_ids, capacity)
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity, "state": state}
+    run = _start(model, prompts, method, s, **more)
     seconds = run.advance(max_new_tokens, loop)
     out, done, steps = (np.asarray(x) for x in (run.carry.out, run.carry.done, run.carry.i))
     tokens = [row[row >= 0].tolist() for row in out]
@@ -196,14 +205,19 @@ def stream(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     capacity: int | None = None,
+    state: State | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yields each step's tokens as they are made, one per row, None for rows that have ended; same as `generate`.
+    """Each step's tokens as they are made, one per row, None for rows that have ended; arguments as in `generate`.
 
     It runs the very program that `generate` runs, one column at a time.
     """
     s = sampler(temperature, top_k, top_p, min_p)
-    run = _start(model, prompts, method, max_new_tokens, s, seed, eos_ids, capacity)
-    for i in range(max_new_tokens):
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity, "state": state}
+    return _columns(_start(model, prompts, method, s, **more), max_new_tokens)
+
+
+def _columns(run: _Run, count: int) -> Iterator[list[int | None]]:
+    for i in range(count):
         if i:
             run.advance(i + 1)
         column = np.asarray(run.carry.out[:, i])
