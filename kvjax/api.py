@@ -145,10 +145,11 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: Method
         fed = [c[:-1] or [0] for c in continuations]  # a row of one token feeds padding that nothing reads
         out = jnp.concatenate([out, extend(model, fed, state, method)[0]], 1)
     tokens, _ = pad(continuations, longest)
-    logp = np.asarray(_log_probs(out, jnp.asarray(tokens)))
+    logp = np.asarray(log_probs(out, jnp.asarray(tokens)))
     return [row[: len(c)] for row, c in zip(logp, continuations, strict=True)]
 
 
 @jax.jit
-def _log_probs(out: Array, tokens: Array) -> Array:
+def log_probs(out: Array, tokens: Array) -> Array:
+    """logits f32[B T V], tokens i32[B T] -> natural-log probabilities f32[B T]."""
     return jnp.take_along_axis(jax.nn.log_softmax(out, -1), tokens[..., None], -1)[..., 0]

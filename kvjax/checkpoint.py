@@ -25,7 +25,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kvjax.models import Config, Decoder
+from kvjax.models import Config
+from kvjax.models.sharding import abstract_params
 from kvjax.types import KvjaxError
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 1, "kvjax.json", "params"
@@ -37,10 +38,8 @@ Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sha
 @functools.lru_cache
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Path -> shape of every parameter of `Decoder(config)`; paths look like "layer_0/attention/q/kernel"."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    init = functools.partial(Decoder(config).init, method=Decoder.logits)
-    tree = jax.eval_shape(lambda key, t: init(key, t, t, lambda layer, q, k, v: (q, None)), jax.random.key(0), tokens)
-    return {path: x.shape for path, x in flatten_dict(nn.unbox(tree)["params"], sep="/").items()}
+    tree = nn.unbox(abstract_params(config, jnp.float32))
+    return {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
 
 
 def part_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -64,12 +63,13 @@ class Manifest:
         return json.dumps({"format": FORMAT, "version": VERSION} | raw, indent=1) + "\n"
 
 
-def _digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of all files of a part."""
-    total = hashlib.sha256()
+def _digest(folder: Path, parameters: Mapping[str, Any]) -> str:
+    """SHA-256 over what the manifest says of a part, and the names and contents of the part's files."""
+    total = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         with file.open("rb") as f:
-            total.update(f"{file.relative_to(folder).as_posix()} {hashlib.file_digest(f, 'sha256').hexdigest()}\n".encode())
+            content = hashlib.file_digest(f, "sha256").hexdigest()
+        total.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
     return total.hexdigest()
 
 
@@ -114,16 +114,16 @@ class Writer:
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry, a tree of arrays (or the array itself, for `embedding`)."""
-        flat = flatten_dict({name: subtree}, sep="/")
         if name in self.digests:
             raise KvjaxError(f"part {name!r} was put twice; put each top-level entry once")
-        for path, x in flat.items():
-            flat[path] = np.asarray(x).astype(self.dtype, copy=False)
-            self.parameters[path] = {"shape": list(np.shape(x)), "dtype": self.dtype.name}
+        arrays = flatten_dict({name: subtree}, sep="/")
+        flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
+        described = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}
         folder = self.partial / PARTS / name
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
-        self.digests[name] = _digest(folder)
+        self.parameters |= described
+        self.digests[name] = _digest(folder, described)
 
     def __exit__(self, kind, *_) -> None:
         try:
@@ -159,10 +159,11 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
 
 
 def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=(), replace=False) -> None:
-    """Writes `params` (the unboxed tree of `Decoder(config)`) as a checkpoint directory, in their own dtype."""
+    """Writes `params`, the tree of `Decoder(config)`, as a directory, in their dtype (float32 if they differ)."""
     flat = flatten_dict(nn.unbox(params), sep="/")
     _check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree")
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in flat.values()))
+    dtypes = {np.dtype(x.dtype) for x in flat.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
     with Writer(directory, config, dtype, source, extra_files=extra_files, replace=replace) as writer:
         for name in part_names(flat):
             writer.put(name, jax.device_get(nn.unbox(params)[name]))
@@ -170,10 +171,16 @@ def save(directory, config: Config, params: Mapping[str, Any], *, source="", ext
 
 def _foreign(path: Path) -> KvjaxError:
     if not path.is_dir():
-        return KvjaxError(f"there is no checkpoint directory {path}; make one: python -m checkpoints_convert convert SRC {path}")
+        return KvjaxError(
+            f"there is no checkpoint directory {path}; make one: python -m checkpoints_convert convert SRC {path}"
+        )
     if (path / "config.json").is_file():
-        return KvjaxError(f"{path} is a Hugging Face checkpoint; convert it: python -m checkpoints_convert convert {path} DST")
-    return KvjaxError(f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again")
+        return KvjaxError(
+            f"{path} is a Hugging Face checkpoint; convert it: python -m checkpoints_convert convert {path} DST"
+        )
+    return KvjaxError(
+        f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again"
+    )
 
 
 def manifest(directory: str | Path) -> Manifest:
@@ -194,6 +201,7 @@ def manifest(directory: str | Path) -> Manifest:
         config = Config.from_json(json.dumps(raw.pop("config")))
         record = Manifest(config=config, **raw)
         shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
+        dict(record.digests)
     except (KeyError, TypeError, AttributeError) as e:
         raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
     _check_shapes(config, shapes, str(path))
@@ -212,28 +220,41 @@ def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]
 
     def find(path: str) -> jax.sharding.Sharding:
         if path not in flat:
-            raise KvjaxError(f"shardings have no entry for {path}; give a tree like the parameters, or a function of the path")
+            raise KvjaxError(
+                f"shardings have no entry for {path}; give a tree like the parameters, or a function of the path"
+            )
         return flat[path]
 
     return find
 
 
-def part(directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None) -> Any:
+def part(
+    directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None
+) -> Any:
     """Restores one top-level entry, checked against its digest, to `dtype` (default: as stored) and `shardings`."""
     record = record or manifest(directory)
     folder = Path(directory).absolute() / PARTS / name
     if not folder.is_dir():
         raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")
-    if _digest(folder) != record.digests.get(name):
+    flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
+    if _digest(folder, flat) != record.digests.get(name):
         raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
     place = _sharding_of(shardings)
-    flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
+    places = {path: place(path) for path in flat}
+    try:
+        return _restore_part(folder, flat, places, dtype)[name]
+    except (ValueError, TypeError, KeyError) as e:
+        raise KvjaxError(
+            f"part {name!r} of {directory} does not restore so; choose another dtype or sharding: {e}"
+        ) from e
+
+
+def _restore_part(folder: Path, flat: dict[str, dict], places: dict[str, jax.sharding.Sharding], dtype) -> Any:
     shapes = {p: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for p, x in flat.items()}
-    args = {p: ocp.ArrayRestoreArgs(sharding=place(p), global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()}
+    args = {p: ocp.ArrayRestoreArgs(sharding=places[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()}
     tree = functools.partial(unflatten_dict, sep="/")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        restored = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(args)))
-    return restored[name]
+        return checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(args)))
 
 
 def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:

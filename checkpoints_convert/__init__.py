@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to kvjax directories: `python -m checkpoints_convert --help`."""

@@ -1,0 +1,110 @@
+"""Is a converted directory the same model? Every tensor against the source; logits against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from checkpoints_convert.convert import Progress, size
+from checkpoints_convert.plan import Plan, plan
+from checkpoints_convert.source import Source
+from kvjax import checkpoint
+from kvjax.api import logits
+from kvjax.model import Model
+from kvjax.models import Config
+from kvjax.types import KvjaxError
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit, relative to the largest logit, in float32."""
+
+PROMPT_LENGTHS = (3, 17, 40)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check` found: tensors compared, and the worst logit (None: not compared)."""
+
+    tensors: int
+    logit_difference: float | None
+
+
+def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | None = None) -> Report:
+    """Compares config, every tensor (bit for bit, in dst's dtype) and logits; raises KvjaxError listing what differs.
+
+    `compare_logits`: None does so if transformers is installed; it needs both models in memory, in float32.
+    """
+    source, record = Source(src), checkpoint.manifest(dst)
+    todo = plan(source)
+    problems = _config(todo.config, record.config) + _files(source, Path(dst))
+    if not problems:
+        problems = _tensors(source, todo, Path(dst), record, progress)
+    if problems:
+        raise KvjaxError(f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems))
+    wanted = has_transformers() if compare_logits is None else compare_logits
+    difference = logit_difference(src, dst, record) if wanted else None
+    if difference is not None and not difference <= TOLERANCE:
+        raise KvjaxError(
+            f"logits differ from transformers' by {difference:.1e} of the largest; the limit is {TOLERANCE:.0e}"
+        )
+    return Report(len(todo.bindings), difference)
+
+
+def has_transformers() -> bool:
+    """Whether the peer that logits are compared with is installed."""
+    return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+def _config(wanted: Config, found: Config) -> list[str]:
+    fields = (f.name for f in dataclasses.fields(Config))
+    pairs = ((name, getattr(wanted, name), getattr(found, name)) for name in fields)
+    return [f"config field {name}: {b!r}, the source says {a!r}" for name, a, b in pairs if a != b]
+
+
+def _files(source: Source, dst: Path) -> list[str]:
+    copies = {f: dst / f.name for f in source.tokenizer_files()}
+    return [
+        f"{f.name}: not the source's" for f, c in copies.items() if not c.is_file() or c.read_bytes() != f.read_bytes()
+    ]
+
+
+def _tensors(
+    source: Source, todo: Plan, dst: Path, record: checkpoint.Manifest, progress: Progress | None
+) -> list[str]:
+    """Rebuilds each source tensor from our parameters, one top-level entry at a time."""
+    problems, dtype = [], np.dtype(record.dtype)
+    done, total = 0, sum(size(b.shape, dtype) for b in todo.bindings)
+    for name, bindings in todo.parts.items():
+        ours = {p: np.asarray(x) for p, x in flatten_dict({name: checkpoint.part(dst, name, record)}, sep="/").items()}
+        for b in bindings:
+            if not np.array_equal(b.join(ours), source.read(b.source).astype(dtype)):
+                problems.append(f"{b.source}: differs")
+            done += size(b.shape, dtype)
+        if progress:
+            progress(name, done, total)
+    return problems
+
+
+def logit_difference(src: str | Path, dst: str | Path, record: checkpoint.Manifest) -> float:
+    """The worst logit, relative to the largest, against transformers with the weights rounded as dst's."""
+    model = Model(*checkpoint.restore(dst, dtype=jnp.float32))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, n) for n in PROMPT_LENGTHS]
+    pairs = zip(np.asarray(logits(model, prompts)), transformers_logits(src, prompts, record.dtype), strict=True)
+    return float(np.max([np.abs(ours[: len(peer)] - peer).max() / np.abs(peer).max() for ours, peer in pairs]))
+
+
+def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
+    """Logits [T V] of each prompt, computed by transformers in float32 from weights rounded to `dtype`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(getattr(torch, dtype)))
+        return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in prompts]

@@ -1,0 +1,151 @@
+"""A transformers config.json (versions 4 and 5) as a `kvjax.models.Config`; whatever cannot be obeyed is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from checkpoints_convert.families import Family, family
+from kvjax.models import Config, RopeScaling
+from kvjax.types import KvjaxError
+
+Raw = Mapping[str, Any]
+
+REFUSED = {
+    "quantization_config": "save the weights dequantised (bf16, f16 or f32) and remove the key",
+    "per_layer_config": "only decoders whose layers are all alike are supported",
+}
+"""Keys that change the numbers in ways no family here has, and the remedy."""
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp_width": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+"""Fields of Config that are positive integers under another name."""
+
+
+def translate(raw: Raw, generation: Raw | None = None) -> Config:
+    """config.json and generation_config.json, as parsed -> Config; raises KvjaxError naming what is not supported."""
+    kind = family(raw)
+    for key, remedy in REFUSED.items():
+        if raw.get(key):
+            raise KvjaxError(f"config.json: {key} ({raw[key]!r:.80}) is not supported; {remedy}")
+    values = {**kind.defaults, **raw}
+    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
+        raise KvjaxError(f"config.json: hidden_act {values['hidden_act']!r} is not supported; supported: 'silu'")
+    sizes = {field: _count(values, key) for field, key in SIZES.items()}
+    theta, fraction, scaling = rope(values, kind)
+    return Config(
+        **sizes,
+        kv_heads=sizes["heads"] if values["num_key_value_heads"] is None else _count(values, "num_key_value_heads"),
+        head_dim=_head_dim(values),
+        norm_eps=_number(values, "rms_norm_eps"),
+        rope_theta=theta,
+        rope_fraction=fraction,
+        rope_scaling=scaling,
+        windows=windows(values, kind),
+        tie_embeddings=bool(values["tie_word_embeddings"]),
+        eos_ids=_eos(values, generation or {}),
+        bos_id=values["bos_token_id"],
+        **{field: True for field in kind.always},
+        **{field: bool(values[key]) for key, fields in kind.switches.items() for field in fields},
+    )
+
+
+def _count(values: Raw, key: str) -> int:
+    x = values.get(key)
+    if not isinstance(x, int) or isinstance(x, bool) or x < 1:
+        raise KvjaxError(f"config.json: {key} must be a positive integer, got {x!r}; copy config.json again")
+    return x
+
+
+def _number(values: Raw, key: str, where: str = "config.json") -> float:
+    x = values.get(key)
+    if not isinstance(x, int | float) or isinstance(x, bool) or not x > 0:
+        raise KvjaxError(f"{where}: {key} must be a positive number, got {x!r}; copy config.json again")
+    return float(x)
+
+
+def _head_dim(values: Raw) -> int:
+    if values["head_dim"] is not None:
+        return _count(values, "head_dim")
+    width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
+    if width % heads:
+        raise KvjaxError(
+            f"config.json: hidden_size {width} is no multiple of num_attention_heads {heads}; set head_dim"
+        )
+    return width // heads
+
+
+def rope(values: Raw, kind: Family) -> tuple[float, float, RopeScaling | None]:
+    """(theta, rotated share of a head, scaling) from `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(found, Mapping) or any(isinstance(x, Mapping) for x in found.values()):
+        raise KvjaxError(
+            f"config.json: RoPE parameters {found!r:.200} differ by layer type; one set for all is supported"
+        )
+    theta = _number({"rope_theta": values["rope_theta"]} | dict(found), "rope_theta")
+    partial = found.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    fraction = 1.0 if partial is None else _number({"partial_rotary_factor": partial}, "partial_rotary_factor")
+    if fraction > 1 or (fraction < 1 and not kind.partial_rotary):
+        raise KvjaxError(f"config.json: partial_rotary_factor {fraction} is not supported for {kind.architecture}")
+    return theta, fraction, _scaling(values, found)
+
+
+def _scaling(values: Raw, found: Raw) -> RopeScaling | None:
+    kind = found.get("rope_type", found.get("type", "default"))
+    number = lambda key: _number(found, key, f"config.json, RoPE scaling {kind!r}")  # noqa: E731
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", number("factor"))
+    if kind == "llama3":
+        # transformers prefers the key outside; without either, the positions of the model itself
+        key = "original_max_position_embeddings"
+        original = {key: values.get(key) or found.get(key) or values["max_position_embeddings"]}
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        return RopeScaling("llama3", number("factor"), low, high, _count(original, key))
+    remedy = "it would change every logit, so use a checkpoint without it"
+    raise KvjaxError(f"RoPE scaling {kind!r} is not supported; supported: 'default', 'linear', 'llama3'; {remedy}")
+
+
+def windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer: the most recent positions that a query sees, itself included; None: all."""
+    layers, types = _count(values, "num_hidden_layers"), values.get("layer_types")
+    on = kind.sliding == "every layer" or (kind.sliding == "by layer" and values["use_sliding_window"])
+    size = _count(values, "sliding_window") if on and values["sliding_window"] is not None else None
+    if kind.sliding == "by layer":
+        first = values["max_window_layers"]
+        slides = [size is not None and i >= first for i in range(layers)] if types is None else _slides(types, layers)
+    else:
+        slides = [size is not None] * layers
+        if types is not None and _slides(types, layers) != slides:
+            raise KvjaxError(
+                f"config.json: {kind.architecture} does not obey layer_types {types!r:.200}; remove the key"
+            )
+    if any(slides) and size is None:
+        raise KvjaxError(
+            "config.json: layer_types has sliding layers, but sliding_window is unset or switched off; set it"
+        )
+    return tuple(size if s else None for s in slides) if any(slides) else None
+
+
+def _slides(types: Any, layers: int) -> list[bool]:
+    names = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(types, list) or len(types) != layers or any(t not in names for t in types):
+        raise KvjaxError(
+            f"config.json: layer_types must name {layers} layers, each one of {list(names)}; got {types!r:.200}"
+        )
+    return [names[t] for t in types]
+
+
+def _eos(values: Raw, generation: Raw) -> tuple[int, ...]:
+    """The ids that end a text: generation_config.json overrides config.json, as in transformers' `generate`."""
+    ids = generation.get("eos_token_id")
+    ids = values["eos_token_id"] if ids is None else ids
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(i for i in dict.fromkeys(ids) if 0 <= i < values["vocab_size"])  # a default may lie outside

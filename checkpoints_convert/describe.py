@@ -1,0 +1,67 @@
+"""What a directory holds, Hugging Face's or ours, read from its headers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from checkpoints_convert.convert import size
+from checkpoints_convert.plan import plan
+from checkpoints_convert.source import FLOATS, Source
+from kvjax import checkpoint
+from kvjax.models import Config
+from kvjax.types import KvjaxError
+
+Lines = dict[str, str]
+
+
+def describe(directory: str | Path) -> Lines:
+    """Label -> value; a Hugging Face checkpoint that cannot be converted says why."""
+    path = Path(directory)
+    return _ours(path) if (path / checkpoint.MANIFEST).is_file() else _theirs(path)
+
+
+def _ours(path: Path) -> Lines:
+    record = checkpoint.manifest(path)
+    shapes = [tuple(x["shape"]) for x in record.parameters.values()]
+    lines = {"format": "kvjax", "source": record.source} | _weights(shapes, [record.dtype] * len(shapes))
+    tokenizer = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
+    return lines | {"tokenizer": tokenizer} | _config(record.config)
+
+
+def _theirs(path: Path) -> Lines:
+    source = Source(path)
+    lines = {"format": "Hugging Face", "model_type": str(source.config.get("model_type"))}
+    tensors = source.tensors.values()
+    lines["files"] = str(len({t.file for t in tensors}))
+    lines |= _weights([t.shape for t in tensors], [FLOATS.get(t.dtype, t.dtype) for t in tensors])
+    lines["tokenizer"] = ", ".join(f.name for f in source.tokenizer_files()) or "none"
+    try:
+        return lines | {"convertible": "yes"} | _config(plan(source).config)
+    except KvjaxError as e:
+        return lines | {"convertible": f"no: {e}"}
+
+
+def _weights(shapes: list[tuple[int, ...]], dtypes: list[str]) -> Lines:
+    known = [(s, d) for s, d in zip(shapes, dtypes, strict=True) if d in FLOATS.values()]
+    total = sum(size(s, np.dtype(d)) for s, d in known)
+    count = sum(size(s, np.dtype("int8")) for s, _ in known)
+    kinds = ", ".join(f"{d} ({n})" for d, n in Counter(dtypes).items())
+    return {
+        "tensors": str(len(shapes)),
+        "types": kinds,
+        "parameters": f"{count:,}",
+        "weights": f"{total / 1e6:,.1f} MB",
+    }
+
+
+def _config(config: Config) -> Lines:
+    """The fields of a config, and the bytes that one token's keys and values take in bfloat16."""
+    per_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    if config.windows is not None:
+        fields["windows"] = ", ".join(f"{w or 'all'} (x{n})" for w, n in Counter(config.windows).items())
+    return {name: str(x) for name, x in fields.items()} | {"KV per token": f"{per_token:,} bytes in bfloat16"}

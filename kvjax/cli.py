@@ -1,0 +1,119 @@
+"""The command line: kvjax demo | generate | methods."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from kvjax.types import KvjaxError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
+    args = _parser().parse_args(argv)
+    use_compilation_cache()
+    try:
+        args.run(args)
+    except (KvjaxError, OSError, UnicodeDecodeError) as e:
+        print(f"kvjax: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept on disk, in $KVJAX_CACHE or the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("KVJAX_CACHE") or str(Path(base) / "kvjax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("kvjax", description="KV-cache methods in JAX: measured, composed, generated with.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="all methods on the shipped model: quality, bytes and speed in one table")
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where demo.json and demo.png go")
+    demo.add_argument("--methods", help="method strings separated by ';' (default: a choice of all)")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue a prompt under a method")
+    generate.add_argument("--model", default="testbed", help="a directory of checkpoints_convert, or 'testbed'")
+    generate.add_argument("--method", default="full", help="for example kcache:n=128,device_layers=1")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="a prompt; give it again for a batch")
+    source.add_argument("--prompt-file", type=Path, action="append", help="a text file holding one prompt; repeatable")
+    generate.add_argument("--max-new-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--top-p", type=float)
+    generate.add_argument("--min-p", type=float)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    generate.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    generate.set_defaults(run=_generate)
+
+    methods = commands.add_parser("methods", help="every method, its parameters, defaults and source")
+    methods.add_argument("--json", action="store_true")
+    methods.set_defaults(run=_methods)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from kvjax import demo
+
+    chosen = tuple(m.strip() for m in args.methods.split(";") if m.strip()) if args.methods else demo.METHODS
+    demo.run(args.out, chosen)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import kvjax
+
+    method = kvjax.parse(args.method)
+    prompts = args.prompt or [p.read_text() for p in args.prompt_file]
+    model = kvjax.load(args.model, dtype=args.dtype)
+    options = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")}
+    out = kvjax.generate(model, prompts, method, **options)
+    if args.json:
+        result = dataclasses.asdict(out) | {"method": args.method, "tokens_per_second": out.tokens_per_second}
+        print(json.dumps(result, indent=2))
+        return
+    for text, reason in zip(out.text or out.tokens, out.finish_reasons, strict=True):
+        print(f"{text}\n[{reason}]")
+    sizes = ", ".join(f"{n:,} bytes in {kind}" for kind, n in out.bytes.items())
+    print(
+        f"{args.method}: {sizes}; prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s, "
+        f"compilation {out.compile_seconds:.1f} s",
+        file=sys.stderr,
+    )
+
+
+def _methods(args: argparse.Namespace) -> None:
+    from kvjax.kv.zoo import RECIPES
+
+    described = [
+        {
+            "name": r.name,
+            "summary": r.summary,
+            "source": r.source,
+            "parameters": {n: {"type": p.annotation.__name__, "default": p.default} for n, p in r.parameters.items()},
+        }
+        for r in RECIPES.values()
+    ]
+    if args.json:
+        print(json.dumps(described, indent=2))
+        return
+    for r, recipe in zip(described, RECIPES.values(), strict=True):
+        given = ", ".join(f"{n}: {p['type']} = {p['default']}" for n, p in r["parameters"].items())
+        print(f"{r['name']}({given})\n    source: {r['source']}")
+        print("\n".join(f"    {line}".rstrip() for line in inspect.getdoc(recipe.make).splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

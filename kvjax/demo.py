@@ -1,0 +1,107 @@
+"""The demo: every method on the shipped model, quality beside bytes and speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from kvjax.eval import corpus, harness, tasks
+from kvjax.generate import generate
+from kvjax.kv.accounting import state_bytes
+from kvjax.kv.strings import parse
+from kvjax.model import Model, load
+
+METHODS = ("full", "offload", "kcache:n=128", "kcache:n=32", "kcache:n=8", "kcache:n=8,device_layers=0")
+CONTEXT, INSTANCES, QUESTIONS = 2048, 8, 8
+CODE_CONTEXT, CODE_ROWS, CODE_TOKENS = 1536, 8, 512
+NEW_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    method: str
+    recall: float  # share of questions answered exactly
+    code_bits: float  # bits per byte of held-out source code
+    agreement: float  # share of code tokens at which the likeliest token is that of `full`
+    device_bytes: int  # of the state of one 2,048-token context
+    host_bytes: int
+    tokens_per_second: float  # decoding all contexts at once
+
+
+def measure(model: Model, methods: tuple[str, ...], seed: int = 1_000_003) -> list[Row]:
+    """One row per method, on the same held-out instances."""
+    rng = np.random.default_rng(seed)
+    held_out = corpus.load("held_out")
+    instances = [tasks.recall(rng, CONTEXT, held_out.window, questions=QUESTIONS) for _ in range(INSTANCES)]
+    code = np.stack([held_out.window(rng, CODE_CONTEXT + CODE_TOKENS) for _ in range(CODE_ROWS)])
+    rows, reference = [], None
+    for text in track(methods, "methods", transient=True):
+        method = parse(text)
+        right, state = harness.answers(model, method, instances)
+        logp, likeliest = harness.continuation(model, method, code, CODE_CONTEXT)
+        reference = likeliest if reference is None else reference
+        speed = generate(model, [i.context for i in instances], method, max_new_tokens=NEW_TOKENS, eos_ids=())
+        size = state_bytes(state)
+        rows.append(
+            Row(
+                text,
+                float(np.mean(right)),
+                float(-logp.mean() / np.log(2)),
+                float((likeliest == reference).mean()),
+                size["device"] // INSTANCES,
+                size["pinned_host"] // INSTANCES,
+                speed.tokens_per_second,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    """For people."""
+    t = Table(title=f"{CONTEXT:,}-token contexts, {INSTANCES} at a time")
+    for name in ("method", "recall", "code bits/byte", "agrees with full", "device KiB", "host KiB", "tokens/s"):
+        t.add_column(name, justify="left" if name == "method" else "right")
+    for r in rows:
+        numbers = (f"{r.recall:.1%}", f"{r.code_bits:.3f}", f"{r.agreement:.1%}")
+        sizes = (f"{r.device_bytes / 1024:,.0f}", f"{r.host_bytes / 1024:,.0f}")
+        t.add_row(r.method, *numbers, *sizes, f"{r.tokens_per_second:,.0f}")
+    return t
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Quality against device bytes, one point per method."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    panels = (("recall", "recall accuracy"), ("code_bits", "held-out code, bits per byte"))
+    for ax, (field, label) in zip(axes, panels, strict=True):
+        for i, r in enumerate(rows):
+            x, y = r.device_bytes / 1024, getattr(r, field)
+            ax.plot(x, y, "o", color=f"C{i}", markersize=8, alpha=0.8, label=r.method)
+        ax.set(xlabel="bytes on the device per context (KiB)", ylabel=label)
+        ax.set_xlim(left=0)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylim(-0.03, 1.03)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def run(out: Path, methods: tuple[str, ...] = METHODS, model: str = "testbed") -> list[Row]:
+    """Prints the table, and writes demo.json and demo.png into `out`."""
+    console = Console()
+    rows = measure(load(model), methods)
+    console.print(table(rows))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "demo.json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
+    plot(rows, out / "demo.png")
+    console.print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
+    return rows

@@ -1,0 +1,1 @@
+"""Measuring methods: one context, many questions, on the same state."""

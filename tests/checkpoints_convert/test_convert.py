@@ -1,0 +1,262 @@
+"""convert and check, end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+
+import kvjax
+from checkpoints_convert import check as checking
+from checkpoints_convert.__main__ import main
+from checkpoints_convert.check import check, has_transformers
+from checkpoints_convert.convert import convert, parts, read
+from checkpoints_convert.plan import plan
+from checkpoints_convert.source import Source
+from kvjax import checkpoint
+from kvjax.types import KvjaxError
+from tests.fixtures import FAMILIES, ROOT, load_family
+
+Q = "model__layers__0__self_attn__q_proj__weight"
+
+
+def leaves(tree) -> dict[str, np.ndarray]:
+    return {path: np.asarray(x) for path, x in flatten_dict(tree, sep="/").items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_written_directory_restores_to_the_source(name, tmp_path):
+    config = convert(ROOT / name, tmp_path / "out")
+    restored, params = checkpoint.restore(tmp_path / "out", dtype=jnp.float32)
+    expected_config, expected, _ = load_family(name)
+    assert restored == config == expected_config
+    ours, theirs = leaves(params), leaves(expected)
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        np.testing.assert_array_equal(ours[path], x)
+    assert check(ROOT / name, tmp_path / "out", compare_logits=False).logit_difference is None
+
+
+def test_dtype_is_the_stored_one_unless_asked(tmp_path):
+    convert(ROOT / "mistral", tmp_path / "as stored")
+    convert(ROOT / "mistral", tmp_path / "wide", "f32")
+    convert(ROOT / "qwen3", tmp_path / "narrow", "bf16")
+    assert checkpoint.manifest(tmp_path / "as stored").dtype == "bfloat16"
+    assert checkpoint.restore(tmp_path / "wide")[1]["embedding"].dtype == jnp.float32
+    source = Source(ROOT / "qwen3").read("model.embed_tokens.weight")
+    narrow = checkpoint.restore(tmp_path / "narrow")[1]["embedding"]
+    np.testing.assert_array_equal(np.asarray(narrow), source.astype(ml_dtypes.bfloat16))
+    assert check(ROOT / "qwen3", tmp_path / "narrow", compare_logits=False).tensors == 25
+
+
+def test_progress_reaches_the_total(tmp_path):
+    seen = []
+    convert(ROOT / "mistral", tmp_path / "out", progress=lambda *args: seen.append(args))
+    assert [name for name, _, _ in seen] == list(
+        checkpoint.part_names(checkpoint.manifest(tmp_path / "out").parameters)
+    )
+    assert seen[-1][1] == seen[-1][2] == 2 * 6736 and all(a[1] <= b[1] for a, b in zip(seen, seen[1:], strict=False))
+
+
+def test_tokenizer_files_come_along(hf, tmp_path):
+    source = hf("mistral").directory
+    (source / "tokenizer.json").write_text("{}")
+    (source / "README.md").write_text("not needed")
+    convert(source, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["kvjax.json", "params", "tokenizer.json"]
+    (tmp_path / "out" / "tokenizer.json").write_text("{ }")
+    with pytest.raises(KvjaxError, match="tokenizer.json: not the source's"):
+        check(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_weights_are_named_and_nothing_stays(hf, tmp_path, bad):
+    mistral = hf("mistral")
+    weights = mistral.tensor(Q.replace("__", "."))
+    weights[3, 5] = bad
+    with pytest.raises(KvjaxError, match=r"layers.0.self_attn.q_proj.weight: 1 of 512 .* first at \[3, 5\]"):
+        convert(mistral.tensors(**{Q: weights}), tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["mistral"]
+
+
+def test_weights_that_do_not_fit_the_type_are_named(hf, tmp_path):
+    mistral = hf("mistral")
+    weights = mistral.tensor(Q.replace("__", "."))
+    weights[0, 0] = 1e6
+    source = mistral.tensors(**{Q: weights})
+    with pytest.raises(KvjaxError, match="q_proj.weight: weights up to 9.99e.05 do not fit float16; use --dtype"):
+        convert(source, tmp_path / "out", "f16")
+    convert(source, tmp_path / "out", "bf16")
+
+
+def test_tied_head_may_be_repeated_but_not_differ(hf, tmp_path):
+    tied = hf("llama3_tied")
+    embedding = tied.tensor("model.embed_tokens.weight")
+    assert "head" not in read(tied.tensors(lm_head__weight=embedding))[1]
+    embedding[1, 1] += 1
+    with pytest.raises(KvjaxError, match="lm_head.weight differs.*set tie_word_embeddings to false"):
+        convert(tied.tensors(lm_head__weight=embedding), tmp_path / "out")
+
+
+def test_existing_directories(hf, tmp_path):
+    out = tmp_path / "out"
+    convert(ROOT / "mistral", out)
+    with pytest.raises(KvjaxError, match="exists.*--force"):
+        convert(ROOT / "llama3", out)
+    with pytest.raises(KvjaxError):  # a failed replacement leaves the old one
+        convert(hf("llama3").config(num_hidden_layers=3), out, replace=True)
+    assert checkpoint.restore(out)[0].windows == (6, 6)
+    convert(ROOT / "llama3", out, replace=True)
+    assert checkpoint.restore(out)[0].windows is None
+    assert not list(tmp_path.glob("out.*"))
+    foreign = tmp_path / "photos"
+    foreign.mkdir()
+    (foreign / "me.png").touch()
+    with pytest.raises(KvjaxError, match="not a kvjax checkpoint, so it is not replaced"):
+        convert(ROOT / "llama3", foreign, replace=True)
+
+
+KILLED = """
+import os, sys
+from kvjax import checkpoint
+put = checkpoint.Writer.put
+checkpoint.Writer.put = lambda self, name, x: os._exit(9) if name == "layer_1" else put(self, name, x)
+from checkpoints_convert.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_conversion_loses_nothing_and_can_be_repeated(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    convert(ROOT / "mistral", old)
+    for out, options in ((new, []), (old, ["--force"])):
+        command = [sys.executable, "-c", KILLED, "convert", str(ROOT / "llama3"), str(out), *options]
+        assert subprocess.run(command, cwd=ROOT.parent.parent, capture_output=True).returncode == 9
+    assert not new.exists() and checkpoint.restore(old)[0].windows == (6, 6)
+    with pytest.raises(KvjaxError, match="cut short"):
+        checkpoint.restore(tmp_path / "new.partial")
+    convert(ROOT / "llama3", new)
+    convert(ROOT / "llama3", old, replace=True)
+    assert checkpoint.restore(new)[0] == checkpoint.restore(old)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "old"]
+
+
+def random_llama(directory, layers: int, width: int = 128) -> int:
+    """Writes a float32 Llama in which no layer is a large part; returns its bytes."""
+    sizes = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    raw = {"model_type": "llama", "num_attention_heads": 4, **sizes}
+    (directory / "config.json").write_text(json.dumps(raw))
+    shapes = {"model.embed_tokens": (64, width), "lm_head": (64, width), "model.norm": (width,)}
+    for i in range(layers):
+        layer = {f"self_attn.{m}_proj": (width, width) for m in "qkvo"}
+        layer |= {"mlp.gate_proj": (2 * width, width), "mlp.up_proj": (2 * width, width)}
+        layer |= {
+            "mlp.down_proj": (width, 2 * width),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    tensors = {f"{name}.weight": rng.standard_normal(s, np.float32) for name, s in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return sum(x.nbytes for x in tensors.values())
+
+
+def test_memory_stays_near_one_layer(tmp_path):
+    total = random_llama(tmp_path, layers=16)
+    source = Source(tmp_path)
+    todo = plan(source)  # traces the decoder's shapes, which is not what is measured
+    with checkpoint.Writer(tmp_path / "out", todo.config, todo.dtype) as writer:
+        tracemalloc.start()
+        for name, subtree in parts(source, todo, todo.dtype):
+            writer.put(name, subtree)
+            del subtree
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert total > 10e6 and peak < total / 4
+
+
+def test_check_names_every_difference(hf, tmp_path):
+    out = tmp_path / "out"
+    config, params = read(ROOT / "mistral")
+    params["layer_0"]["attention"]["q"]["kernel"][0, 0, 0, 0] += 1
+    params["final_norm"]["scale"][2] += 1
+    checkpoint.save(out, config, params)
+    with pytest.raises(KvjaxError) as e:
+        check(ROOT / "mistral", out)
+    assert str(e.value).count("differs") == 2
+    assert "model.layers.0.self_attn.q_proj.weight: differs" in str(e.value)
+    assert "model.norm.weight: differs" in str(e.value)
+    with pytest.raises(KvjaxError, match="config field rope_theta: 10000.0, the source says 77.0"):
+        check(hf("mistral").config(rope_theta=77.0), out)
+
+
+@pytest.mark.filterwarnings("default")  # what the peer's import warns of is not ours to fix
+def test_check_compares_logits_where_transformers_is_installed(tmp_path):
+    convert(ROOT / "qwen3", tmp_path / "out", "bf16")  # rounds: the peer's weights are rounded alike
+    difference = check(ROOT / "qwen3", tmp_path / "out").logit_difference
+    assert 0 < difference < 1e-4 if has_transformers() else difference is None
+
+
+@pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
+def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, off, fails):
+    convert(ROOT / "mistral", tmp_path / "out")
+    config, params, _ = load_family("mistral")
+
+    def peer(src, prompts, dtype):
+        ours = np.asarray(kvjax.logits(kvjax.Model(config, params), prompts))
+        rows = [x[: len(p)] for x, p in zip(ours, prompts, strict=True)]
+        return [x + np.float32(off) * np.abs(x).max() for x in rows]
+
+    monkeypatch.setattr(checking, "transformers_logits", peer)
+    if fails:
+        with pytest.raises(KvjaxError, match="logits differ"):
+            check(ROOT / "mistral", tmp_path / "out", compare_logits=True)
+    else:
+        assert check(ROOT / "mistral", tmp_path / "out", compare_logits=True).logit_difference == pytest.approx(
+            off, rel=0.1
+        )
+
+
+def test_command_line(tmp_path, capsys):
+    source, out = str(ROOT / "llama3"), str(tmp_path / "out")
+    assert main(["convert", source, out, "--dtype", "f32"]) == 0
+    assert main(["check", source, out, "--tensors-only"]) == 0
+    assert "all 21 tensors equal the source; logits not compared" in capsys.readouterr().out
+    assert main(["inspect", source]) == main(["inspect", out]) == 0
+    said = capsys.readouterr().out
+    assert "Hugging Face" in said and "float32 (21)" in said and "bfloat16 (21)" in said and "6,736" in said
+    assert main(["convert", source, out]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert main(["convert", source, out, "--force"]) == 0
+
+
+def test_inspect_says_why_not(hf, capsys):
+    directory = hf("llama3").config(rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert main(["inspect", str(directory)]) == 0
+    assert "no: RoPE scaling 'yarn' is not supported" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["check", "--help"], ["inspect", "--help"]])
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(arguments)
+    assert e.value.code == 0 and len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_in_memory_reading_equals_the_written_one(tmp_path):
+    convert(ROOT / "phi3", tmp_path / "out", "f32")
+    read_params = jax.tree.map(jnp.asarray, read(ROOT / "phi3")[1])
+    for a, b in zip(
+        jax.tree.leaves(checkpoint.restore(tmp_path / "out")[1]), jax.tree.leaves(read_params), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)

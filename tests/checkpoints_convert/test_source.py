@@ -1,0 +1,135 @@
+"""Reading: what is damaged, missing or unsafe is refused by name, with the remedy, before anything is written."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from checkpoints_convert.plan import plan
+from checkpoints_convert.source import INDEX, Source
+from kvjax.types import KvjaxError
+from tests.fixtures import ROOT
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def refusal(directory) -> str:
+    with pytest.raises(KvjaxError) as e:
+        plan(Source(directory))
+    return str(e.value)
+
+
+def test_sharded_and_stored_types():
+    source = Source(ROOT / "llama3")
+    assert len({t.file for t in source.tensors.values()}) == 2
+    assert source.read(Q).dtype == ml_dtypes.bfloat16
+    assert plan(source).dtype == ml_dtypes.bfloat16
+    assert plan(Source(ROOT / "llama2")).dtype == np.float16
+    assert plan(Source(ROOT / "qwen3")).dtype == np.float32
+
+
+def test_mixed_types_become_float32(hf):
+    mistral = hf("mistral")
+    norm = mistral.tensor("model.norm.weight").astype(np.float16)
+    assert plan(Source(mistral.tensors(model__norm__weight=norm))).dtype == np.float32
+
+
+def test_all_problems_with_names_and_shapes_are_told_together(hf):
+    mistral = hf("mistral")
+    mistral.tensors(
+        model__norm__weight=None,
+        model__stranger=np.zeros(3, np.float32),
+        lm_head__weight=np.zeros((40, 15), np.float32),
+        model__embed_tokens__weight=np.zeros((40, 16), np.int8),
+    )
+    said = refusal(mistral.directory)
+    assert said.startswith("4 problems with the tensors, nothing was written")
+    assert "model.norm.weight: missing" in said
+    assert "model.stranger: no such tensor" in said
+    assert "lm_head.weight: shape [40, 15], config.json says [40, 16]" in said
+    assert "model.embed_tokens.weight: stored as I8; save it dequantised" in said
+
+
+def test_missing_head_names_the_key_that_would_explain_it(hf):
+    assert "tie_word_embeddings: true" in refusal(hf("mistral").tensors(lm_head__weight=None))
+
+
+def test_a_long_list_is_cut(hf):
+    said = refusal(hf("mistral").config(num_hidden_layers=9))
+    assert said.startswith("63 problems") and said.endswith("... and 23 more")
+
+
+def test_old_buffers_are_ignored(hf):
+    buffers = {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32) for i in (0, 1)}
+    assert len(plan(Source(hf("mistral").tensors(**buffers))).bindings) == 21
+
+
+def test_truncated_file_names_the_tensors_that_are_lost(hf):
+    mistral = hf("mistral")
+    data = mistral.file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
+    mistral.file.write_bytes(data[:-1])
+    assert f"is truncated: it ends before {last}; copy it again" in refusal(mistral.directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"not safetensors at all, but long enough to have a header"])
+def test_damaged_file(hf, content):
+    mistral = hf("mistral")
+    mistral.file.write_bytes(content)
+    said = refusal(mistral.directory)
+    assert "model.safetensors is damaged" in said and "copy it again" in said
+
+
+def test_missing_shards_are_all_named(hf):
+    llama = hf("llama3").directory
+    shards = sorted(llama.glob("model-*.safetensors"))
+    for shard in shards:
+        shard.unlink()
+    assert f"missing shards: {shards[0].name}, {shards[1].name}; copy them to" in refusal(llama)
+
+
+def test_index_and_shards_must_agree(hf):
+    llama = hf("llama3").directory
+    index = json.loads((llama / INDEX).read_text())
+    shard = index["weight_map"].pop(Q)
+    index["weight_map"]["model.ghost"] = shard
+    (llama / INDEX).write_text(json.dumps(index))
+    said = refusal(llama)
+    assert f"model.ghost: not in {shard}" in said and f"{Q}: in {shard} but not in {INDEX}" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])
+def test_unusable_index(hf, content):
+    llama = hf("llama3").directory
+    (llama / INDEX).write_text(content)
+    said = refusal(llama)
+    assert INDEX in said and "copy it again" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("pytorch_model.bin", "pickle files can run any code"),
+        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        ("model.pt", "pickle"),
+        ("consolidated.00.pth", "pickle"),
+        ("model.gguf", "GGUF"),
+        ("adapter_model.safetensors", "merge it into its base model"),
+        ("notes.txt", "download the weights as safetensors"),
+    ],
+)
+def test_other_weights_are_refused_with_the_remedy(hf, name, remedy):
+    mistral = hf("mistral")
+    mistral.file.rename(mistral.directory / name)
+    assert remedy in refusal(mistral.directory)
+
+
+def test_no_directory_and_no_config(tmp_path):
+    assert "there is no directory" in refusal(tmp_path / "nowhere")
+    assert "has no config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{'model_type'")
+    assert "is not valid JSON" in refusal(tmp_path)

@@ -1,0 +1,189 @@
+"""Generation against the uncached forward pass, and its forms against each other."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import forward
+from kvjax.testing import toy_model
+from kvjax.types import KvjaxError
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
+METHODS = ["full", "offload", "kcache:n=99,device_layers=0", "kcache:n=99,granularity=kv"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(windows=(None, 5, None))
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    """Token by token through the uncached forward pass."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(np.argmax(kvjax.logits(model, [ids])[0, -1])))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cached_greedy_is_uncached_greedy(model, method):
+    out = kvjax.generate(model, PROMPTS, kvjax.parse(method), max_new_tokens=6)
+    assert out.tokens == [greedy(model, p, 6) for p in PROMPTS]
+    assert out.finish_reasons == ["length"] * 3
+    assert out.decode_steps == 5 and out.decode_seconds > 0 and out.prefill_seconds > 0 and out.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("method", ["full", "kcache:n=2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_while_scan_and_stream_make_the_same_tokens(model, method, temperature):
+    options = {"max_new_tokens": 9, "temperature": temperature, "seed": 5, "eos_ids": ()}
+    parsed = kvjax.parse(method)
+    loop = kvjax.generate(model, PROMPTS, parsed, **options)
+    assert kvjax.generate(model, PROMPTS, parsed, loop="scan", **options).tokens == loop.tokens
+    streamed = list(kvjax.stream(model, PROMPTS, parsed, **options))
+    assert [list(row) for row in zip(*streamed, strict=True)] == loop.tokens
+
+
+def test_offload_is_full_bit_for_bit(model):
+    out = []
+    for method in (kvjax.zoo.full(), kvjax.zoo.offload()):
+        last, state = kvjax.prefill(model, PROMPTS, method)
+        logits, _ = kvjax.extend(model, [[5, 6, 7, 8], [1, 2, 3, 4], [3, 3, 3, 3]], state, method)
+        out.append((np.asarray(last), np.asarray(logits)))
+    chex.assert_trees_all_equal(*out)
+
+
+def test_rows_end_on_any_end_of_sequence_id_and_all_ended_stops_the_loop(model):
+    method = kvjax.zoo.full()
+    free = kvjax.generate(model, PROMPTS, method, max_new_tokens=12, eos_ids=()).tokens
+    ends = (free[0][2], free[1][4])
+    out = kvjax.generate(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends)
+    cut = [next((i + 1 for i, t in enumerate(row) if t in ends), 12) for row in free[:2]]
+    assert out.tokens == [row[:n] for row, n in zip(free, cut, strict=False)]
+    assert out.finish_reasons == ["stop" if n < 12 or free[i][-1] in ends else "length" for i, n in enumerate(cut)]
+    assert out.decode_steps == max(cut) - 1
+    shown = list(kvjax.stream(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends))
+    assert len(shown) == max(cut)
+    assert [[t for t in row if t is not None] for row in zip(*shown, strict=True)] == out.tokens
+
+
+def test_a_row_samples_the_same_alone_and_in_company(model):
+    options = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.95, "seed": 7}
+    together = kvjax.generate(model, PROMPTS, kvjax.zoo.full(), **options).tokens
+    assert kvjax.generate(model, PROMPTS[:1], kvjax.zoo.full(), **options).tokens[0] == together[0]
+    other = kvjax.generate(model, PROMPTS, kvjax.zoo.full(), **{**options, "seed": 8}).tokens
+    assert other != together
+
+
+@pytest.mark.parametrize("method", ["full", "offload", "kcache:n=3"])
+def test_going_on_from_a_state_is_one_long_prompt(model, method):
+    parsed = kvjax.parse(method)
+    _, state = kvjax.prefill(model, PROMPTS, kvjax.parse(method), capacity=64)
+    more = [[20, 21], [22], [23, 24, 25]]
+    exact = parsed if method != "kcache:n=3" else kvjax.parse("kcache:n=99")
+    if method == "kcache:n=3":  # further tokens are read as decoded ones are: only then is it inexact
+        _, state = kvjax.prefill(model, PROMPTS, exact, capacity=64)
+        parsed = exact
+    turns = kvjax.generate(model, more, parsed, max_new_tokens=5, state=state)
+    whole = kvjax.generate(model, [p + m for p, m in zip(PROMPTS, more, strict=True)], exact, max_new_tokens=5)
+    assert turns.tokens == whole.tokens
+    again = kvjax.generate(model, more, parsed, max_new_tokens=5, state=state)  # the state is still usable
+    assert again.tokens == turns.tokens
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("method", ["full", "offload", "kcache:n=2"])
+def test_prefill_in_chunks_is_prefill(model, method, chunk):
+    parsed = kvjax.parse(method)
+    whole, a = kvjax.prefill(model, PROMPTS, parsed)
+    parts, b = kvjax.prefill(model, PROMPTS, parsed, chunk=chunk)
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+    assert jax.tree.map(jax.typeof, a) == jax.tree.map(jax.typeof, b)
+    fresh = [[5], [6], [7]]
+    np.testing.assert_allclose(
+        kvjax.extend(model, fresh, b, parsed)[0], kvjax.extend(model, fresh, a, parsed)[0], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "kcache:n=99"])
+def test_scores_are_the_uncached_log_probabilities(model, method):
+    continuations = [[3, 1, 4], [1], [5, 9]]
+    got = kvjax.score(model, PROMPTS, continuations, kvjax.parse(method))
+    for prompt, continuation, row in zip(PROMPTS, continuations, got, strict=True):
+        logp = jax.nn.log_softmax(kvjax.logits(model, [prompt + continuation])[0], -1)
+        want = [float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(continuation)]
+        np.testing.assert_allclose(row, want, atol=1e-5)
+
+
+def test_one_trace_serves_prompts_of_one_size():
+    model = toy_model(seed=1)
+    chex.clear_trace_counter()
+    traced = chex.assert_max_traces(lambda p, t, s: forward.uncached(p, t, s), n=1)
+    f = jax.jit(traced, static_argnums=2)
+    setting = kvjax.api.setting(model)
+    for seed in range(3):
+        f(model.params, jax.numpy.full((2, 8), seed), setting)
+    before = len(kvjax.api.PREFILL._done)
+    for prompts in ([[1, 2, 3]], [[4] * 60], [[7] * 33]):
+        kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
+    assert len(kvjax.api.PREFILL._done) == before + 1
+
+
+def test_sampling_numbers_do_not_recompile(model):
+    from kvjax.generate import UNTIL
+
+    args = {"max_new_tokens": 4, "eos_ids": ()}
+    kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.5, top_k=4, **args)
+    before = len(UNTIL._done)
+    kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.9, top_k=7, **args)
+    assert len(UNTIL._done) == before
+
+
+def test_bytes_of_the_result_are_the_states(model):
+    c, B, S = model.config, len(PROMPTS), 64
+    kv = B * c.kv_heads * S * c.head_dim * 4
+    book = c.layers * (4 * B * S + 4 * B) + 4 * B
+    out = kvjax.generate(model, PROMPTS, kvjax.parse("kcache:device_layers=1"), max_new_tokens=4)
+    assert out.bytes == {"device": 4 * kv + book, "pinned_host": 2 * kv}
+    assert kvjax.generate(model, PROMPTS, kvjax.zoo.full(), max_new_tokens=4).bytes["device"] == 6 * kv + book
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: kvjax.generate(m, [], kvjax.zoo.full()), "no prompts"),
+        (lambda m: kvjax.generate(m, [[1], []], kvjax.zoo.full()), "prompt 1 is empty"),
+        (lambda m: kvjax.generate(m, [[97]], kvjax.zoo.full()), "token id 97, outside the vocabulary 0..96"),
+        (lambda m: kvjax.generate(m, [[-1]], kvjax.zoo.full()), "token id -1"),
+        (lambda m: kvjax.generate(m, [[0.5]], kvjax.zoo.full()), "flat list of integer ids"),
+        (lambda m: kvjax.generate(m, ["text"], kvjax.zoo.full()), "no tokenizer.json"),
+        (lambda m: kvjax.generate(m, [[1]], kvjax.zoo.full(), max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (lambda m: kvjax.generate(m, [[1] * 9], kvjax.zoo.full(), capacity=10), "capacity 10 is too small"),
+        (lambda m: kvjax.generate(m, [[1]], kvjax.zoo.full(), loop="for"), "loop must be"),
+        (lambda m: kvjax.generate(m, [[1]], kvjax.zoo.kcache(device_layers=4)), "device_layers=4 but the model has 3"),
+        (lambda m: kvjax.zoo.kcache(n=0), "n must be at least 1"),
+        (lambda m: kvjax.zoo.kcache(granularity="head"), "granularity must be"),
+        (lambda m: kvjax.zoo.kcache(device_layers=-1), "device_layers must be 0 or more"),
+        (lambda m: kvjax.prefill(m, [[1]], kvjax.zoo.full(), chunk=0), "chunk must be at least 1"),
+        (lambda m: kvjax.score(m, [[1]], [[1], [2]], kvjax.zoo.full()), "1 prompts but 2 continuations"),
+    ],
+)
+def test_input_that_cannot_be_used_is_named(model, call, says):
+    with pytest.raises(KvjaxError, match=says):
+        call(model)
+
+
+def test_overrun_of_a_state_is_an_error_before_the_run(model):
+    method = kvjax.zoo.full()
+    _, state = kvjax.prefill(model, [[1] * 60], method, capacity=64)
+    with pytest.raises(KvjaxError, match="room for 64 tokens per row and holds 60; 5 more do not fit"):
+        kvjax.extend(model, [[1] * 5], state, method)
+    with pytest.raises(KvjaxError, match="prefill with capacity=65"):
+        kvjax.generate(model, [[1]], method, max_new_tokens=4, state=state)
+    with pytest.raises(KvjaxError, match="2 rows were given for a state of 1"):
+        kvjax.extend(model, [[1], [1]], state, method)
+    assert kvjax.extend(model, [[1] * 4], state, method)[1].length.tolist() == [64]

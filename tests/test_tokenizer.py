@@ -1,0 +1,75 @@
+"""The tokenizer wrapper, on tokenizers built here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from kvjax.tokenizer import Tokenizer
+from kvjax.types import KvjaxError
+
+
+def byte_level(bos: bool = False) -> tokenizers.Tokenizer:
+    """256 byte tokens and <s>, which the post-processor puts in front if `bos`."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>"])
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return inner
+
+
+@pytest.fixture
+def directory(tmp_path):
+    def write(inner):
+        inner.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn x\n", "naïve Ω 🙂", " leading", ""])
+def test_text_survives(directory, text):
+    tokenizer = Tokenizer.from_directory(directory(byte_level()))
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode()) and all(type(i) is int for i in ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.vocab_size == 257
+
+
+def test_bos_comes_from_the_post_processor(directory):
+    tokenizer = Tokenizer.from_directory(directory(byte_level(bos=True)))
+    ids = tokenizer.encode("ab")
+    assert ids[0] == tokenizer.token_id("<s>") == 256 and len(ids) == 3
+    assert tokenizer.encode("ab", special_tokens=False) == ids[1:]
+    assert tokenizer.decode(np.array(ids)) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>ab"
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(directory):
+    inner = byte_level()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    assert len(Tokenizer.from_directory(directory(inner)).encode("abcd")) == 4
+
+
+def test_unknown_token(directory):
+    with pytest.raises(KvjaxError, match="'<eos>' is not in the vocabulary of 257"):
+        Tokenizer.from_directory(directory(byte_level())).token_id("<eos>")
+
+
+def test_no_or_damaged_tokenizer(tmp_path):
+    with pytest.raises(KvjaxError, match="has no tokenizer.json; copy"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(
+        KvjaxError, match=r"only the SentencePiece tokenizer tokenizer.model; make tokenizer.json(.|\n)*save_pre"
+    ):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(KvjaxError, match="is not a tokenizer"):
+        Tokenizer.from_directory(tmp_path)
