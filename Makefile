@@ -1,0 +1,43 @@
+# make demo    the main job on the model that ships in the repository
+# make test    all tests                 make test ARGS="-k kcache"   some of them
+# make check   lint and format check     make format                  repair what can be repaired
+# Each creates .venv first, and again when pyproject.toml or constraints.txt changed.
+#   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
+#   EXTRAS=dev,experiments   the optional dependencies to install (also: gpu, parity); run `make clean` after a change
+
+VENV := .venv
+EXTRAS ?= dev,experiments
+JOBS ?= 2
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(VENV)/bin/kvjax demo
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "kvjax needs Python >= 3.11 with its venv module, and found none$(if $(PYTHON), in $(PYTHON))." >&2; \
+		echo "Install one (Debian, Ubuntu: apt-get install python3.12-venv), or name one: make PYTHON=/path/to/python" >&2; \
+		exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@

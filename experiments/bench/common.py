@@ -1,0 +1,106 @@
+"""What every benchmark shares: interleaved timing, the machine line, tables and the JSON document."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """Where and when numbers were taken; the load average is that of the last minute."""
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "device": jax.devices()[0].device_kind,
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{p: version(p) for p in ("jax", "torch", "transformers")},
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def timed(fun: Callable[..., Any], *args: Any) -> float:
+    """Seconds until the JAX arrays that `fun(*args)` returns are ready."""
+    start = time.perf_counter()
+    jax.block_until_ready(fun(*args))
+    return time.perf_counter() - start
+
+
+def interleaved(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Runs all of them in turn, `repeats` times, every other round backwards; each returns its own seconds.
+
+    What else happens on the machine then falls on all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(repeats):
+        for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
+            time.sleep(PAUSE)
+            seconds[name].append(runs[name]())
+    return seconds
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, best and worst of repeated seconds."""
+    return {"median": statistics.median(seconds), "best": min(seconds), "worst": max(seconds)}
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table for people; None is shown as a dash."""
+    t = Table(title=title, title_justify="left")
+    for name in columns:
+        t.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        t.add_row(*("-" if x is None else str(x) for x in row))
+    return t
+
+
+def progress(text: str) -> None:
+    """Says on stderr what is being measured now."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Sequence[str], results: Any) -> None:
+    """Prints machine, tables and notes for people, then the same numbers as one JSON document on the last line."""
+    after = machine()
+    console = Console(width=max(Console().width, 120), highlight=False)
+    load = f"load {before['load']} before, {after['load']} after"
+    versions = ", ".join(f"{k} {after[k]}" for k in ("python", "jax", "torch", "transformers") if after[k])
+    console.print(f"{after['processor']}, {after['cores']} cores, {after['device']}; {versions}; {load}")
+    for t in tables:
+        console.print(t)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+    print(json.dumps({"benchmark": name, "machine": {**after, "load_before": before["load"]}, "results": results}))

@@ -1,0 +1,171 @@
+"""Decode step time as the bytes held in host memory grow: it must not follow them.
+
+python -m experiments.bench.host [--megabytes 64,256,1024]
+
+The first table runs kvjax.memory alone: append one row to a host buffer, recall `n` rows of it, in a compiled loop.
+The second runs the real decode loop on a cache of random keys and values. KCache reads all keys on the device, which
+takes longer the more tokens there are, wherever the values live; so the same method with its values on the device
+stands beside it, and the difference is what host memory costs. `offload` brings everything back every step and must
+grow. "copies" counts the instructions of the decode program that copy a whole host buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
+from experiments.bench.ours import Ours
+from experiments.bench.shapes import describe
+from kvjax import api, memory
+from kvjax.kv import State
+from kvjax.testing import full_copies
+
+CONFIG = kvjax.Config(
+    vocab_size=256, width=256, layers=2, heads=4, kv_heads=4, head_dim=128, mlp_width=256, max_positions=2**20
+)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer, jax.Array]:
+    """Per step i: writes one row of ones at slot i, recalls the rows idx[i]; idx i32[steps B K n]."""
+    B, K, _, W = buf.data.shape
+    row = jnp.ones((B, K, 1, W), jnp.float32)
+
+    def step(carry, xs):
+        buf, total = carry
+        i, idx = xs
+        buf = memory.append(buf, row, jnp.broadcast_to(i, (B,)))
+        return (buf, total + memory.rows(buf, idx).sum()), None
+
+    xs = (jnp.arange(idx.shape[0], dtype=jnp.int32), idx)
+    return jax.lax.scan(step, (buf, jnp.float32(0)), xs)[0]
+
+
+class Rows:
+    """kvjax.memory alone, on one host buffer."""
+
+    def __init__(self, megabytes: int, n: int, steps: int, K: int = 4, W: int = 128):
+        slots = megabytes * 2**20 // (4 * K * W)
+        self.buf = memory.pack(jnp.zeros((1, K, slots, W), jnp.float32), host=True)
+        self.idx = jnp.asarray(np.random.default_rng(0).integers(0, slots, (steps, 1, K, n), np.int32))
+
+    def seconds(self) -> float:
+        """Per step."""
+
+        def run():
+            self.buf, total = append_and_recall(self.buf, self.idx)
+            return total
+
+        return timed(run) / self.idx.shape[0]
+
+
+def random_state(model: kvjax.Model, method: kvjax.Method, tokens: int, room: int) -> State:
+    """The state that a prompt of `tokens` tokens with random keys and values would leave."""
+    c, setting = model.config, api.setting(model, method, tokens + room)
+    length, layers = jnp.full((1,), tokens, jnp.int32), []
+    for i in range(c.layers):
+        shape, keys = (1, c.kv_heads, tokens, c.head_dim), jax.random.split(jax.random.key(i))
+        k, v = (jax.random.normal(key, shape, model.dtype) for key in keys)
+        layers.append(api.ENCODE(k=k, v=v, lengths=length, layer=i, setting=setting))
+    return State(tuple(layers), length, setting.capacity)
+
+
+def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ours]:
+    """Decode loops whose values take `megabytes` in all, under each method."""
+    c = model.config
+    tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
+    kcache = kvjax.zoo.kcache(n=n, device_layers=0)
+    methods = {
+        "kcache": kcache,
+        "kcache, V on device": dataclasses.replace(kcache, v=kcache.v.on_device()),
+        "offload": kvjax.zoo.offload(),
+    }
+    sides = {}
+    for name, method in methods.items():
+        sides[name] = Ours(model, method)
+        sides[name].begin(jnp.zeros((1, c.vocab_size)), random_state(model, method, tokens, room), room)
+    return sides
+
+
+def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int) -> dict[str, Any]:
+    """One size: seconds per step of each loop, and what the states hold."""
+    sides = loops(model, megabytes, n, room=steps * (repeats + 1))
+    for side in sides.values():
+        side.decode(steps)
+    runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
+    seconds = interleaved(runs, repeats)
+    host, program = sides["kcache"].carry.state, sides["kcache"].program()
+    copies = full_copies(program, host.layers[0].v.data.shape)
+    return {
+        "tokens": int(host.length[0]),
+        "seconds_per_step": {name: summary(s) for name, s in seconds.items()},
+        "bytes": {name: kvjax.state_bytes(side.carry.state) for name, side in sides.items()},
+        "full_copies": [line for line in copies if "u32" in line],  # keys of that shape are floats, on the device
+    }
+
+
+COLUMNS = ("MB of V", "tokens", "kcache: MB on host", "us/step", "V on device", "difference", "copies")
+COLUMNS += ("offload: MB on host", "us/step ")
+
+
+def row(megabytes: int, cell: dict[str, Any]) -> list[Any]:
+    """A size as a line of the table."""
+    micro = {name: s["median"] * 1e6 for name, s in cell["seconds_per_step"].items()}
+    held = {name: f"{b['pinned_host'] / 2**20:.0f}" for name, b in cell["bytes"].items()}
+    ours, device = micro["kcache"], micro["kcache, V on device"]
+    times = (f"{ours:.0f}", f"{device:.0f}", f"{ours - device:+.0f}")
+    return [
+        megabytes,
+        cell["tokens"],
+        held["kcache"],
+        *times,
+        len(cell["full_copies"]),
+        held["offload"],
+        f"{micro['offload']:.0f}",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--megabytes", type=numbers, default=[64, 256, 1024], help="of values, all layers together")
+    parser.add_argument("--n", type=int, default=128, help="values that kcache fetches per head and step")
+    parser.add_argument("--steps", type=int, default=16, help="steps per turn of the decode loop")
+    parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of kvjax.memory alone")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args(argv)
+
+    before, model = machine(), kvjax.random_model(CONFIG)
+    alone = {f"{mb}": Rows(mb, args.n, args.row_steps) for mb in args.megabytes}
+    for r in alone.values():
+        r.seconds()
+    rows = {k: summary(s) for k, s in interleaved({k: r.seconds for k, r in alone.items()}, args.repeats).items()}
+    del alone
+    cells = {}
+    for mb in args.megabytes:
+        progress(f"decode loop, {mb} MB of values")
+        cells[mb] = measure(model, mb, args.n, args.steps, args.repeats)
+    tables = [
+        table(
+            f"kvjax.memory alone: append 1 row, recall {args.n} per head",
+            ("MB on host", "us/step", "best"),
+            [(k, f"{s['median'] * 1e6:.1f}", f"{s['best'] * 1e6:.1f}") for k, s in rows.items()],
+        ),
+        table(f"Decode loop, n={args.n}", COLUMNS, [row(mb, cell) for mb, cell in cells.items()]),
+    ]
+    results = {"memory": rows, "decode": [{"megabytes": mb, **cell} for mb, cell in cells.items()]}
+    report("host", before, tables, [describe("model", model.config, model.params)], results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The peer: the same weights in transformers, decoded as its users do, with its dynamic cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from experiments.bench.common import cores, version
+
+NEEDS = ("torch", "transformers")
+
+
+def missing() -> str | None:
+    """The packages that the peer needs and that are not installed, or None."""
+    return ", ".join(p for p in NEEDS if version(p) is None) or None
+
+
+def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """kvjax parameters under transformers' names; its matrices are [out, in], heads flattened."""
+    flat = lambda x, rows: np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)  # noqa: E731
+    D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
+    yield "model.embed_tokens.weight", np.array(params["embedding"])
+    yield "model.norm.weight", np.array(params["final_norm"]["scale"])
+    yield "lm_head.weight", flat(params["head"]["kernel"], D)
+    for i in range(config.layers):
+        layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
+        for name in ("q", "k", "v"):
+            yield f"{prefix}self_attn.{name}_proj.weight", flat(layer["attention"][name]["kernel"], D)
+        yield f"{prefix}self_attn.o_proj.weight", flat(layer["attention"]["o"]["kernel"], heads)
+        for name, rows in (("gate", D), ("up", D), ("down", F)):
+            yield f"{prefix}mlp.{name}_proj.weight", flat(layer["mlp"][name]["kernel"], rows)
+        yield f"{prefix}input_layernorm.weight", np.array(layer["attention_norm"]["scale"])
+        yield f"{prefix}post_attention_layernorm.weight", np.array(layer["mlp_norm"]["scale"])
+
+
+class Peer:
+    """Greedy decoding of a batch by transformers, with sdpa attention (its fastest) and as many threads as ours."""
+
+    def __init__(self, model: kvjax.Model):
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        c = model.config
+        torch.set_num_threads(cores())
+        config = LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.width,
+            num_hidden_layers=c.layers,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate_size=c.mlp_width,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            max_position_embeddings=c.max_positions,
+        )
+        self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        weights = {k: torch.from_numpy(v) for k, v in state_dict(c, model.params)}
+        self.module.load_state_dict(weights, strict=True, assign=True)
+
+    def prefill(self, ids: np.ndarray) -> float:
+        """Runs the prompts i32[B T] into a new cache; returns seconds."""
+        import torch
+        from transformers import DynamicCache
+
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self.cache = DynamicCache(config=self.module.config)
+            out = self.module(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.outputs = [out.logits[:, -1].argmax(-1, keepdim=True)]
+        return time.perf_counter() - start
+
+    def decode(self, steps: int) -> float:
+        """Decodes `steps` more tokens per row; returns seconds."""
+        import torch
+
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for _ in range(steps):
+                out = self.module(input_ids=self.outputs[-1], past_key_values=self.cache, use_cache=True)
+                self.outputs.append(out.logits[:, -1].argmax(-1, keepdim=True))
+        return time.perf_counter() - start
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i64[B n], all tokens so far; the first came from the prefill."""
+        return np.concatenate([t.numpy() for t in self.outputs], 1)

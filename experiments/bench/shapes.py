@@ -1,0 +1,43 @@
+"""The models that are measured, and what one step of them must read and compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from kvjax.models import Config
+
+SHAPES = {
+    # Byte-level like the shipped model: what is not a matrix product decides its speed.
+    "small": Config(vocab_size=512, width=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp_width=512),
+    # A Llama of GPT-2's size, its head not tied: 134M parameters, of which 110M are read per step.
+    "125m": Config(vocab_size=32_000, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, mlp_width=2048),
+}
+
+
+def describe(name: str, config: Config, params: Any) -> str:
+    """One line with everything that decides a model's speed."""
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return (
+        f"{name}: {config.layers} layers, width {config.width}, {config.heads} heads of {config.head_dim} "
+        f"({config.kv_heads} KV heads), MLP {config.mlp_width}, vocabulary {config.vocab_size}, "
+        f"{count / 1e6:.1f}M parameters, {jax.tree.leaves(params)[0].dtype}"
+    )
+
+
+def decode_bytes(config: Config, params: Any, batch: int, context: float) -> float:
+    """Bytes that one exact decode step must read: each weight once, an embedding row per batch row, all K and V."""
+    size = params["embedding"].dtype.itemsize
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights += (batch - config.vocab_size) * config.width * size
+    return weights + 2 * batch * config.layers * config.kv_heads * config.head_dim * context * size
+
+
+def prefill_flops(config: Config, params: Any, batch: int, tokens: int) -> float:
+    """Multiplications and additions of a prefill that returns the last token's logits; causal scores count half."""
+    head = config.vocab_size * config.width
+    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1) - head * (1 if config.tie_embeddings else 2)
+    attention = 2 * 2 * config.layers * config.heads * config.head_dim * tokens * (tokens + 1) / 2
+    return batch * (2 * matrices * tokens + attention + 2 * head)

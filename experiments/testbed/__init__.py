@@ -1,0 +1,1 @@
+"""The small trained model that ships with kvjax: its vocabulary, tasks, training and measurement."""

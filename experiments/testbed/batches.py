@@ -1,0 +1,80 @@
+"""Training batches: a pure function of (seed, step, shape, mixture)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.eval import tasks
+from kvjax.eval.corpus import Corpus
+from kvjax.eval.vocab import SYMBOLS
+
+KINDS = ("text", "repeats", "recall", "needle", "copying", "variables")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """tokens, pos i32[B T]; weight f32[B T] of each token as a target, summing to 1 per row; kind i32[B]."""
+
+    tokens: np.ndarray
+    pos: np.ndarray
+    weight: np.ndarray
+    kind: np.ndarray
+
+
+def repeats(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random symbols, repeated with varied period -> (tokens, whether each is a repetition); grows induction heads."""
+    period = int(np.exp(rng.uniform(np.log(8), np.log(length // 2))))
+    run = rng.choice(SYMBOLS, period, replace=period > len(SYMBOLS))
+    lead = tasks.noise(rng, rng.integers(0, period))
+    tokens = np.concatenate([lead, np.tile(run, length // period + 1)])[:length]
+    return tokens, np.arange(length) >= len(lead) + period
+
+
+def _questions_row(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    """A task of any size that fits, all its questions asked, in exactly `length` tokens."""
+    filler = tasks.noise if rng.random() < 0.5 else lambda r, n: corpus.window(r, n)
+    if kind == "recall":
+        pairs = int(np.clip(length / rng.choice([8, 16, 32]), 2, 96))
+        return tasks.row(tasks.recall(rng, length - 3 * pairs, filler, pairs, pairs))
+    if kind == "needle":
+        span = int(rng.integers(1, 7))
+        return tasks.row(tasks.needle(rng, length - 2 - span, filler, None, span))
+    if kind == "variables":
+        hops = int(rng.integers(1, 3))
+        chains = int(np.clip(length // 32 // (hops + 1), 1, 8))
+        return tasks.row(tasks.variables(rng, length - chains * (hops + 3), filler, chains, hops))
+    span = int(np.clip(length // 4, 12, 64))
+    answer, questions = span // 4, 2
+    return tasks.row(tasks.copying(rng, length - questions * (2 + answer), filler, span, answer, questions))
+
+
+def _positions(rng: np.random.Generator, length: int, reach: int) -> np.ndarray:
+    """0..length-1 with two skips that spread them over up to `reach` positions (PoSE; Zhu et al., 2023)."""
+    skips = np.sort(rng.integers(0, max(reach - length, 0) + 1, 2))
+    cuts = np.sort(rng.integers(0, length, 2))
+    return np.arange(length) + (np.arange(length)[:, None] >= cuts) @ np.diff(skips, prepend=0)
+
+
+def make(
+    rng: np.random.Generator, rows: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
+) -> Batch:
+    """`rows` rows of `length` tokens, their kinds drawn from `mixture`.
+
+    Half the rows that are no text have positions up to `reach`, so that far questions are trained at short lengths.
+    """
+    share = np.array([mixture.get(k, 0.0) for k in KINDS])
+    kind = rng.choice(len(KINDS), rows, p=share / share.sum())
+    tokens, weight, pos = (np.zeros((rows, length), t) for t in (np.int32, np.float32, np.int32))
+    for i, k in enumerate(kind):
+        if KINDS[k] == "text":
+            tokens[i], target = corpus.window(rng, length), np.arange(length) > 0
+        elif KINDS[k] == "repeats":
+            tokens[i], target = repeats(rng, length)
+        else:
+            tokens[i], target = _questions_row(rng, KINDS[k], length, corpus)
+        weight[i] = target / target.sum()
+        skip = KINDS[k] != "text" and rng.random() < 0.5
+        pos[i] = _positions(rng, length, reach if skip else length)
+    return Batch(tokens, pos, weight, kind.astype(np.int32))

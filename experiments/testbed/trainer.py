@@ -1,0 +1,131 @@
+"""One training run: parameters, optimizer and progress, a compiled step, and checkpoints that resume exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from experiments.testbed import attention, batches, precision
+from experiments.testbed.curriculum import Curriculum, Progress
+from kvjax.eval.corpus import Corpus
+from kvjax.models import Config, Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that determines a run."""
+
+    config: Config
+    curriculum: Curriculum
+    seed: int = 0
+    steps: int = 10_000
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    decay: float = 0.2  # the last share of the steps, linearly to zero
+    weight_decay: float = 0.05
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW after clipping, warm-up, constant rate, linear decay."""
+        tail = max(1, int(self.decay * self.steps))
+        rate = optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, self.learning_rate, self.warmup),
+                optax.constant_schedule(self.learning_rate),
+                optax.linear_schedule(self.learning_rate, 0.0, tail),
+            ],
+            [self.warmup, self.steps - tail],
+        )
+        matrices = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
+        adamw = optax.adamw(rate, b2=0.98, weight_decay=self.weight_decay, mask=matrices)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def attend(layer: int, q, k, v):
+    """Full causal attention that keeps no state."""
+    return attention.causal(q, k, v), None
+
+
+def initial(config: Config, seed: int) -> dict[str, Any]:
+    """Fresh parameters."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    boxed = Decoder(config).init(jax.random.key(seed), tokens, tokens, attend, method=Decoder.logits)
+    return nn.unbox(boxed)["params"]
+
+
+def losses(config: Config, params, tokens, pos, weight):
+    """-> (mean over rows of the weighted cross entropy, (it by row, share of targets predicted by row))."""
+    with precision.mixed():
+        hidden, _ = Decoder(config).apply({"params": params}, tokens, pos, attend)
+    logits = precision.einsum("td,vd->tv", hidden.reshape(-1, config.width), params["embedding"])
+    logits = logits.reshape(*tokens.shape, -1)
+    target, weight = jnp.roll(tokens, -1, 1), jnp.roll(weight, -1, 1)  # weight[:, 0] is 0, so nothing wraps around
+    entropy = (optax.softmax_cross_entropy_with_integer_labels(logits, target) * weight).sum(1)
+    hits = jnp.where(logits.argmax(-1) == target, weight, 0).sum(1)
+    return entropy.mean(), (entropy, hits)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(recipe: Recipe, params, opt_state, tokens, pos, weight):
+    (_, rows), grads = jax.value_and_grad(losses, argnums=1, has_aux=True)(recipe.config, params, tokens, pos, weight)
+    with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
+        updates, opt_state = recipe.optimizer().update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, rows
+
+
+class Run:
+    """Training state of a recipe; `step()` is deterministic, also across `save` and `restore`."""
+
+    def __init__(self, recipe: Recipe, corpus: Corpus):
+        self.recipe, self.corpus = recipe, corpus
+        self.params = initial(recipe.config, recipe.seed)
+        self.opt_state = recipe.optimizer().init(self.params)
+        self.progress, self.at = Progress(), 0
+
+    def step(self) -> dict[str, Any]:
+        """Trains on the next batch -> {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""
+        rng = np.random.default_rng([self.recipe.seed, self.at])
+        curriculum = self.recipe.curriculum
+        shape = curriculum.pick(rng, self.progress.stage)
+        length, rows = curriculum.shapes[shape]
+        mixture = curriculum.mixture(self.progress.stage)
+        b = batches.make(rng, rows, length, mixture, curriculum.reach(length), self.corpus)
+        self.params, self.opt_state, out = _step(self.recipe, self.params, self.opt_state, b.tokens, b.pos, b.weight)
+        record = {"step": self.at, "length": length, "stage": self.progress.stage}
+        for i, kind in enumerate(batches.KINDS):
+            for name, values in zip(("loss", "hits"), map(np.asarray, out), strict=True):
+                if (b.kind == i).any():
+                    record[f"{name}/{kind}"] = float(values[b.kind == i].mean())
+        self.progress.update(curriculum, shape, record.get("hits/recall"))
+        self.at += 1
+        return record
+
+    def save(self, manager: ocp.CheckpointManager) -> None:
+        """Writes all that a continued run needs."""
+        state = ocp.args.StandardSave({"params": self.params, "opt_state": self.opt_state})
+        progress = ocp.args.JsonSave(dataclasses.asdict(self.progress))
+        manager.save(self.at, args=ocp.args.Composite(state=state, progress=progress))
+        manager.wait_until_finished()
+
+    def restore(self, manager: ocp.CheckpointManager) -> bool:
+        """Continues from the newest checkpoint; False when there is none."""
+        if (step := manager.latest_step()) is None:
+            return False
+        state = ocp.args.StandardRestore({"params": self.params, "opt_state": self.opt_state})
+        found = manager.restore(step, args=ocp.args.Composite(state=state, progress=ocp.args.JsonRestore()))
+        self.params, self.opt_state = found["state"]["params"], found["state"]["opt_state"]
+        self.progress, self.at = Progress(**found["progress"]), step
+        return True
+
+
+def open_manager(directory: Path, keep: int = 3) -> ocp.CheckpointManager:
+    """The Orbax manager of a run's checkpoints."""
+    return ocp.CheckpointManager(Path(directory).resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=keep))

@@ -1,0 +1,37 @@
+"""The vocabulary: 256 bytes, four markers and 252 symbols that occur in no text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+END, PAIR, ASK, LET = range(256, 260)
+MARKERS = ("<end>", "<pair>", "<ask>", "<let>")
+SYMBOLS = np.arange(260, 512, dtype=np.int32)
+SIZE = 512
+
+
+def _byte_names() -> list[str]:
+    """The printable stand-in of each byte value in the ByteLevel alphabet (Radford et al., 2019, GPT-2's encoder)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in shown]
+    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
+
+
+def tokenizer() -> Tokenizer:
+    """A byte-level tokenizer whose ids below 256 are the byte values; markers and symbols are whole tokens."""
+    out = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(_byte_names())}, merges=[]))
+    out.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    out.decoder = decoders.ByteLevel()
+    names = [*MARKERS, *(f"<s{i}>" for i in range(len(SYMBOLS)))]
+    out.add_tokens([AddedToken(name, normalized=False) for name in names])
+    return out
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Writes `tokenizer.json` into the directory and returns its path."""
+    path = Path(directory) / "tokenizer.json"
+    tokenizer().save(str(path))
+    return path

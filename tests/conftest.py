@@ -1,0 +1,16 @@
+"""Strictness for all tests: nothing is promoted, broadcast or warned about silently."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs beside pytest's own cache, so that a second run of the tests is quick."""
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

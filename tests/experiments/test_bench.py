@@ -1,0 +1,187 @@
+"""Each benchmark in miniature: what it computes and prints, not how fast."""
+
+from __future__ import annotations
+
+import json
+import queue
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.bench import common, decode, host, ours, peer, prefill, probes, shapes
+from kvjax import checkpoint
+from kvjax.testing import toy_model
+
+METHOD = kvjax.zoo.full()
+
+
+@pytest.fixture(scope="module")
+def toy() -> kvjax.Model:
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def other(toy) -> peer.Peer | None:
+    return None if peer.missing() else peer.Peer(toy)
+
+
+@pytest.fixture
+def toy_shapes(monkeypatch, toy):
+    for module in (decode, prefill):
+        monkeypatch.setitem(module.SHAPES, "toy", toy.config)
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_sides_take_turns_and_every_other_round_is_reversed(monkeypatch):
+    monkeypatch.setattr(common, "PAUSE", 0.0)
+    order = []
+    runs = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "abc"}
+    seconds = common.interleaved(runs, 2)
+    assert "".join(order) == "abccba"
+    assert seconds == {"a": [1.0, 6.0], "b": [2.0, 5.0], "c": [3.0, 4.0]}
+
+
+def test_summary_is_of_the_repeats():
+    assert common.summary([3.0, 1.0, 10.0]) == {"median": 3.0, "best": 1.0, "worst": 10.0}
+
+
+def test_report_ends_with_one_json_document(capsys):
+    table = common.table("title", ("a", "b"), [(1, None)])
+    common.report("name", common.machine(), [table], ["a note"], [{"x": 1.5}])
+    *people, document = capsys.readouterr().out.strip().splitlines()
+    assert any("title" in line for line in people) and "a note" in people
+    document = json.loads(document)
+    assert document["benchmark"] == "name" and document["results"] == [{"x": 1.5}]
+    assert document["machine"]["cores"] >= 1 and document["machine"]["jax"] == jax.__version__
+
+
+def sizes(tied: bool) -> tuple[kvjax.Config, Any]:
+    """A configuration, and the shapes of its parameters."""
+    config = kvjax.Config(97, 32, 3, heads=4, kv_heads=2, head_dim=8, mlp_width=48, tie_embeddings=tied)
+    return config, jax.eval_shape(lambda: kvjax.random_model(config).params)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_a_step_counted_by_hand(tied):
+    config, params = sizes(tied)
+    # Per layer: two norms, q and o (4 heads of 8), k and v (2 heads of 8), three MLP matrices. 97 tokens, width 32.
+    layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    weights = 3 * layer + 32 + 97 * 32
+    rows = 0 if tied else 5 * 32  # a tied table is read as the head anyway
+    cache = 2 * 5 * 3 * 16 * 11
+    assert shapes.decode_bytes(config, params, batch=5, context=11) == 4 * (weights + rows + cache)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_a_prefill_counted_by_hand(tied):
+    config, params = sizes(tied)
+    per_token = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    pairs = sum(t + 1 for t in range(7))  # token t attends to t + 1 tokens: a dot product and a mix of 8 in 4 heads
+    once = 2 * (7 * per_token + 3 * 4 * 8 * 2 * pairs + 97 * 32)
+    assert shapes.prefill_flops(config, params, batch=2, tokens=7) == 2 * once
+
+
+def test_125m_has_the_stated_size():
+    config = shapes.SHAPES["125m"]
+    assert (config.layers, config.width, config.vocab_size) == (12, 768, 32_000)
+    params = jax.eval_shape(lambda: kvjax.random_model(config).params)
+    assert "134.1M parameters" in shapes.describe("125m", config, params)
+
+
+def test_weights_reach_the_peer_as_the_same_maps(toy):
+    c, rng = toy.config, np.random.default_rng(0)
+    there = dict(peer.state_dict(c, toy.params))
+    assert len(there) == 3 + 9 * c.layers
+    kernels, prefix = toy.params["layer_1"]["attention"], "model.layers.1.self_attn."
+    x = rng.normal(size=c.width).astype(np.float32)
+    q = np.einsum("d,dkgh->kgh", x, np.asarray(kernels["q"]["kernel"])).reshape(c.heads, c.head_dim)
+    np.testing.assert_allclose((there[prefix + "q_proj.weight"] @ x).reshape(c.heads, -1), q, atol=1e-5)
+    out = np.einsum("kgh,kghd->d", q.reshape(c.kv_heads, c.groups, -1), np.asarray(kernels["o"]["kernel"]))
+    np.testing.assert_allclose(there[prefix + "o_proj.weight"] @ q.reshape(-1), out, atol=1e-4)
+    np.testing.assert_array_equal(there["lm_head.weight"], np.asarray(toy.params["head"]["kernel"]).T)
+
+
+def test_slices_of_our_loop_are_what_generate_gives(toy):
+    ids = np.random.default_rng(0).integers(0, toy.config.vocab_size, (2, 9), np.int32)
+    side = ours.Ours(toy, METHOD)
+    side.prefill(ids, room=5)
+    assert side.decode(2) > 0 and side.decode(3) > 0
+    whole = kvjax.generate(toy, ids, METHOD, max_new_tokens=6, eos_ids=())
+    assert side.tokens.tolist() == whole.tokens
+
+
+def test_decode_measures_both_sides_on_the_same_tokens(toy, other):
+    probe = probes.read_probes(megabytes=1)
+    cell = decode.measure(toy, METHOD, other, probe, context=20, batch=2, steps=2, repeats=3)
+    sides = ["kvjax"] + ["transformers"] * (other is not None)
+    assert list(cell["tokens_per_second"]) == sides
+    for name in sides:
+        assert cell["tokens_per_second"][name] == 2 / cell["seconds_per_step"][name]["median"]
+    assert cell["bytes_per_step"] == shapes.decode_bytes(toy.config, toy.params, 2, 20 + decode.WARM_UP + 3)
+    assert cell["limit"] == pytest.approx(2 * cell["bandwidth"] / cell["bytes_per_step"])
+    assert cell["same_tokens"] in (None, 1.0)
+    assert len(decode.row("toy", cell)) == len(decode.COLUMNS)
+
+
+def test_decode_stops_when_the_sides_differ():
+    class Side:
+        def __init__(self, *tokens):
+            self.tokens = np.array([tokens])
+
+    decode.same_tokens({"kvjax": Side(1, 2), "transformers": Side(1, 2)})
+    with pytest.raises(AssertionError, match=r"kvjax \[\[1, 2\]\], transformers \[\[1, 3\]\]"):
+        decode.same_tokens({"kvjax": Side(1, 2), "transformers": Side(1, 3)})
+
+
+def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "missing", lambda: "torch")
+    arguments = "--models toy --contexts 8 --batches 1,2 --steps 1 --repeats 1 --read-megabytes 1"
+    decode.main(arguments.split())
+    out = capsys.readouterr().out
+    assert "left out: not installed: torch" in out
+    results = json.loads(out.strip().splitlines()[-1])["results"]
+    assert [(r["model"], r["context"], r["batch"]) for r in results] == [("toy", 8, 1), ("toy", 8, 2)]
+    assert all(list(r["tokens_per_second"]) == ["kvjax"] for r in results)
+
+
+def test_prefill_measures_operations_per_second(toy_shapes, capsys):
+    prefill.main("--models toy --tokens 24 --repeats 2 --product 64".split())
+    (cell,) = last_line(capsys)["results"]
+    assert list(cell["seconds"]) == ["kvjax"] + ["transformers"] * (peer.missing() is None)
+    for name, s in cell["seconds"].items():
+        assert cell["flops_per_second"][name] == pytest.approx(cell["flops"] / s["median"])
+    assert len(prefill.rows("toy", cell)[0]) == len(prefill.COLUMNS)
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_a_very_long_prompt_reports_its_peak(toy, tmp_path, chunk):
+    checkpoint.save(tmp_path / "toy", toy.config, toy.params)
+    answer = queue.SimpleQueue()
+    prefill.long_prompt(str(tmp_path / "toy"), 96, chunk, answer)
+    r = answer.get()
+    assert 2**20 < r["before"] <= r["peak"] < 2**40
+    assert r["s_by_s"] == 4 * 4 * 96 * 96
+    assert r["state"]["device"] > 2 * 3 * 2 * 8 * 96 * 4
+
+
+def test_rows_are_written_and_recalled_on_the_host():
+    rows = host.Rows(megabytes=1, n=4, steps=3)
+    assert rows.seconds() > 0
+    assert rows.buf.host and rows.buf.data.nbytes == 2**20
+    held = np.asarray(rows.buf.data).view(np.float32)
+    assert (held[:, :, :3] == 1).all() and not held[:, :, 3:].any()
+
+
+def test_host_holds_the_stated_bytes_and_never_copies_them():
+    model = kvjax.random_model(host.CONFIG)
+    cell = host.measure(model, megabytes=1, n=4, steps=2, repeats=2)
+    assert list(cell["seconds_per_step"]) == ["kcache", "kcache, V on device", "offload"]
+    assert [b["pinned_host"] for b in cell["bytes"].values()] == [2**20, 0, 2**21]
+    assert cell["full_copies"] == []
+    assert len(host.row(1, cell)) == len(host.COLUMNS)
