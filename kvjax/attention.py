@@ -82,18 +82,24 @@ def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | N
         t = start + i * bq + jnp.arange(bq)
 
         def columns(acc, j):
-            def attend(acc):
-                kj, vj = (lax.dynamic_slice_in_dim(x, j * bk, bk, 2) for x in (ks, vs))
-                s = j * bk + jnp.arange(bk)
-                ok = s[None, :] <= t[:, None]
-                if window is not None:
-                    ok &= s[None, :] > t[:, None] - window
-                return combine(acc, partial(jnp.where(ok[None, None, None], scores(qi, kj), NEG), vj))
+            first, last = j * bk, (j + 1) * bk - 1
 
-            needed = j * bk <= t[-1]
+            def attend(acc, mask):
+                kj, vj = (lax.dynamic_slice_in_dim(x, first, bk, 2) for x in (ks, vs))
+                s = scores(qi, kj)
+                if mask:
+                    s = jnp.where(visible((first + jnp.arange(bk))[None, None], t[None], window), s, NEG)
+                m = jnp.maximum(acc.m, s.max(-1))
+                # A row without a visible slot in this block adds weight here that its own slot, at the latest, wipes out.
+                p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
+                return Partial(acc.o * shrink[..., None] + mix(p, vj), m, acc.l * shrink + p.sum(-1))
+
+            needed, whole = first <= t[-1], last <= t[0]
             if window is not None:
-                needed &= (j + 1) * bk - 1 > t[0] - window
-            return lax.cond(needed, attend, lambda acc: acc, acc), None
+                needed, whole = needed & (last > t[0] - window), whole & (first > t[-1] - window)
+            kind = needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
+            branches = (lambda acc: acc, lambda acc: attend(acc, True), lambda acc: attend(acc, False))
+            return lax.switch(kind, branches, acc), None
 
         zero = Partial(jnp.zeros(qi.shape, jnp.float32), jnp.full(qi.shape[:-1], NEG), jnp.zeros(qi.shape[:-1]))
         acc, _ = lax.scan(columns, zero, jnp.arange(nk))

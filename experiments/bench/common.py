@@ -59,12 +59,12 @@ def timed(fun: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
     """Runs all of them in turn, `repeats` times, every other round backwards; each returns its own seconds.
 
     What else happens on the machine then falls on all of them alike.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
         for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
             time.sleep(PAUSE)

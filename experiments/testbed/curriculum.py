@@ -10,7 +10,7 @@ import numpy as np
 # once recall is learned mostly text, which takes far longer.
 EARLY = {"repeats": 0.45, "recall": 0.45, "text": 0.1}
 GROWING = {"repeats": 0.1, "recall": 0.25, "needle": 0.05, "copying": 0.05, "variables": 0.05, "text": 0.5}
-GROWN = {"repeats": 0.03, "recall": 0.08, "needle": 0.03, "copying": 0.05, "variables": 0.05, "text": 0.76}
+GROWN = {"repeats": 0.03, "recall": 0.15, "needle": 0.05, "copying": 0.06, "variables": 0.05, "text": 0.66}
 EARLY_LENGTH, GROWN_LENGTH, MIXED_LENGTH = 64, 1024, 512
 
 

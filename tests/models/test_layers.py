@@ -1,0 +1,79 @@
+"""Norms and rotary embeddings against their formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models import Config, RopeScaling
+from kvjax.models.layers import RMSNorm, rope_angles, rope_frequencies, rotate
+from kvjax.types import KvjaxError
+
+BASE = Config(vocab_size=8, width=8, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=8)
+
+
+def test_rotation_turns_each_pair_by_position_times_frequency():
+    x = np.random.default_rng(0).normal(size=(1, 3, 16))
+    pos = np.array([[0, 5, 900]])
+    cos, sin = rope_angles(BASE, jnp.asarray(pos))
+    got = rotate(jnp.asarray(x, jnp.float32), cos, sin)
+    z = x[..., :8] + 1j * x[..., 8:]
+    turned = z * np.exp(1j * pos[..., None] * 10_000.0 ** (-np.arange(8) / 8))
+    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
+    np.testing.assert_allclose(rotate(got, cos, -sin), x, atol=1e-5)
+
+
+def test_a_fraction_leaves_the_other_channels_alone():
+    config = dataclasses.replace(BASE, rope_fraction=0.5)
+    x = jnp.ones((1, 1, 16))
+    got = rotate(x, *rope_angles(config, jnp.array([[7]])))
+    assert np.array_equal(got[..., 8:], x[..., 8:]) and not np.allclose(got[..., :8], 1)
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    got = np.asarray(rope_frequencies(dataclasses.replace(BASE, rope_scaling=scaling)))
+    plain = 10_000.0 ** (-np.arange(8) / 8)
+    wave = 2 * np.pi / plain
+    for f, p, w in zip(got, plain, wave, strict=True):
+        if w < 64 / 4:
+            want = p
+        elif w > 64:
+            want = p / 8
+        else:
+            s = (64 / w - 1) / 3
+            want = (1 - s) * p / 8 + s * p
+        np.testing.assert_allclose(f, want, rtol=1e-5)
+
+
+def test_norms_are_float32_inside():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)) * 300, jnp.bfloat16)
+    norm = RMSNorm(64, 1e-5, dtype=jnp.bfloat16)
+    got = norm.apply({"params": {"scale": jnp.ones(64, jnp.bfloat16)}}, x)
+    exact = np.asarray(x, np.float64) / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
+
+
+def test_a_config_survives_its_file():
+    config = dataclasses.replace(BASE, windows=(None, 4), rope_scaling=RopeScaling("linear", 2.0), eos_ids=(1, 2))
+    assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dataclasses.replace(BASE, heads=3, kv_heads=2), "heads .3. must be a multiple of kv_heads"),
+        (lambda: dataclasses.replace(BASE, windows=(4,)), "windows has 1 entries for 2 layers"),
+        (lambda: dataclasses.replace(BASE, layers=0), "layers must be at least 1"),
+        (lambda: RopeScaling("yarn", 2.0), "'yarn' is not supported"),
+        (lambda: Config.from_json("{}"), "convert the checkpoint again"),
+        (lambda: Config.from_json("nonsense"), "not a kvjax model configuration"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(make, says):
+    with pytest.raises(KvjaxError, match=says):
+        make()

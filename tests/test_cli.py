@@ -1,0 +1,55 @@
+"""The command line as a user meets it, on the shipped model."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from kvjax import cli
+
+
+@pytest.fixture(autouse=True)
+def keep_the_tests_cache(monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
+
+
+def test_generate_prints_text_and_json(tmp_path, capsys):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("def main():\n    import ")
+    args = ["generate", "--method", "kcache:n=16", "--prompt-file", str(prompt), "--max-new-tokens", "8"]
+    assert cli.main(args) == 0
+    shown = capsys.readouterr()
+    assert "[length]" in shown.out or "[stop]" in shown.out
+    assert "bytes in pinned_host" in shown.err and "tokens/s" in shown.err
+    assert cli.main([*args, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "kcache:n=16" and result["text"][0] in shown.out
+    assert set(result["bytes"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
+
+
+def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
+    assert cli.main(["methods", "--json"]) == 0
+    methods = {m["name"]: m for m in json.loads(capsys.readouterr().out)}
+    assert methods["kcache"]["parameters"]["n"] == {"type": "int", "default": 128}
+    assert cli.main(["methods"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and m["source"] in text for name, m in methods.items())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--method", "kcach", "--prompt", "a"], "did you mean 'kcache'?"),
+        (["--model", "no/such/directory", "--prompt", "a"], "there is no checkpoint directory"),
+        (["--prompt-file", "no-such-file"], "no-such-file"),
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "a", "--top-k", "3"], "need temperature > 0"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_and_status_2(args, says, capsys):
+    assert cli.main(["generate", *args]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("kvjax: ") and says in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
