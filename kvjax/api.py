@@ -11,7 +11,8 @@ from rich.progress import track
 
 from kvjax import forward, memory
 from kvjax.forward import Setting
-from kvjax.kv.method import Method, State
+from kvjax.kv.method import Method
+from kvjax.kv.state import State
 from kvjax.model import Model
 from kvjax.models.sharding import named
 from kvjax.program import Program
@@ -41,7 +42,7 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
 
 
 def logits(model: Model, ids: Prompts) -> Array:
-    """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length the values mean nothing."""
+    """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
     tokens, lengths = pad(token_ids(model, ids))
     out = UNCACHED(params=model.params, tokens=place(model, tokens, "B T"), setting=setting(model))
     return out[:, : int(lengths.max())]

@@ -31,7 +31,7 @@ def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
 
 
 def weights(s: Array) -> tuple[Array, Array, Array]:
-    """Scores f32[... S], NEG where masked -> (unnormalised weights, their maximum m, their sum l); masked slots weigh 0."""
+    """Scores f32[... S], NEG where masked -> (unnormalised weights, 0 where masked; the maximum m; the sum l)."""
     m = jnp.max(s, -1)
     p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
     return p, m, p.sum(-1)
@@ -90,7 +90,7 @@ def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | N
                 if mask:
                     s = jnp.where(visible((first + jnp.arange(bk))[None, None], t[None], window), s, NEG)
                 m = jnp.maximum(acc.m, s.max(-1))
-                # A row without a visible slot in this block adds weight here that its own slot, at the latest, wipes out.
+                # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
                 p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
                 return Partial(acc.o * shrink[..., None] + mix(p, vj), m, acc.l * shrink + p.sum(-1))
 

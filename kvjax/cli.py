@@ -35,7 +35,9 @@ def use_compilation_cache() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("kvjax", description="KV-cache methods in JAX: measured, composed, generated with.")
+    parser = argparse.ArgumentParser(
+        "kvjax", description="KV-cache methods in JAX: measured, composed, generated with."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="all methods on the shipped model: quality, bytes and speed in one table")

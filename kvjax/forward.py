@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.attention import causal
-from kvjax.kv.method import LayerState, Method, State
+from kvjax.kv.method import Method
+from kvjax.kv.state import LayerState, State
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 from kvjax.models.sharding import constrain

@@ -15,7 +15,8 @@ from jax import lax
 from kvjax import api, forward
 from kvjax.forward import Setting
 from kvjax.kv.accounting import state_bytes
-from kvjax.kv.method import Method, State
+from kvjax.kv.method import Method
+from kvjax.kv.state import State
 from kvjax.model import Model
 from kvjax.program import Program
 from kvjax.prompts import Prompts, pad, token_ids

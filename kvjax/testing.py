@@ -16,7 +16,9 @@ def toy_model(seed: int = 0, **changes) -> Model:
     return random_model(Config(**{**sizes, **changes}), seed)
 
 
-def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: np.ndarray, window: int | None = None) -> np.ndarray:
+def dense_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: np.ndarray, window: int | None = None
+) -> np.ndarray:
     """One row in NumPy, float64: q [N T H] at q_pos [T]; k, v [K S H] at positions 0..S-1 -> [N T H].
 
     Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1), query head n on key/value head n // (N / K).

@@ -10,7 +10,8 @@ import numpy as np
 from kvjax import api
 from kvjax.eval.tasks import Instance
 from kvjax.generate import generate
-from kvjax.kv.method import Method, State
+from kvjax.kv.method import Method
+from kvjax.kv.state import State
 from kvjax.model import Model
 
 

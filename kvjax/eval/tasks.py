@@ -19,7 +19,7 @@ Filler = Callable[[np.random.Generator, int], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """Asked after the context: the prompt ids, the ids to be generated, and where in the context (0 to 1) the fact is."""
+    """Asked after the context: prompt ids, ids to be generated, and where in the context (0 to 1) the fact is."""
 
     prompt: np.ndarray
     answer: np.ndarray
@@ -69,9 +69,7 @@ def recall(
     keys, values = symbols[:pairs], rng.choice(symbols[pairs:], pairs)
     context, starts = _scatter(rng, length, [np.array([PAIR, k, v]) for k, v in zip(keys, values, strict=True)], filler)
     asked = rng.permutation(pairs)[:questions]
-    return Instance(
-        "recall", context, tuple(_question([ASK, keys[i]], [values[i]], starts[i], length) for i in asked)
-    )
+    return Instance("recall", context, tuple(_question([ASK, keys[i]], [values[i]], starts[i], length) for i in asked))
 
 
 def needle(

@@ -3,7 +3,8 @@
 from kvjax.kv import zoo
 from kvjax.kv.accounting import state_bytes
 from kvjax.kv.compose import compose
-from kvjax.kv.method import LayerState, Method, State
+from kvjax.kv.method import Method
+from kvjax.kv.state import LayerState, State
 from kvjax.kv.strings import parse, parse_many
 
 __all__ = ["LayerState", "Method", "State", "compose", "parse", "parse_many", "state_bytes", "zoo"]

@@ -1,9 +1,8 @@
-"""A KV-cache method as a value, and the state of one layer as a pytree."""
+"""A KV-cache method as a value: what becomes of a prompt's keys and values, and of each token after it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +12,8 @@ from kvjax import memory
 from kvjax.attention import NEG, merge, partial, scores, visible
 from kvjax.kv.codecs import Codec, Host, Plain
 from kvjax.kv.readers import Full, Reader
-from kvjax.types import Array, Block, KvjaxError, Partial, pytree
-
-
-@pytree
-class LayerState:
-    """The cache of one layer. The body is what the codecs hold; the tail is the dense recent tokens."""
-
-    k: Any  # stored by the method's key codec, S slots
-    v: Any  # stored by the method's value codec, S slots
-    pos: Array  # i32[B 1|K S], original positions of the body's slots, -1 empty
-    n: Array  # i32[B], slots of the body in use
-    tail: Block | None = None  # R slots
-    tail_n: Array | None = None  # i32[B], slots of the tail in use
-
-
-@pytree
-class State:
-    """The cache of a model: one state per layer, and how many tokens of each row it has seen."""
-
-    layers: tuple[LayerState, ...]
-    length: Array  # i32[B], also the position of the next token
-    capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
+from kvjax.kv.state import LayerState
+from kvjax.types import Array, Block, KvjaxError, Partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +87,7 @@ class Method:
         with jax.named_scope("append"):
             state = self._append(state, jax.tree.map(lambda x: x[:, :, :commit], fresh))
         with jax.named_scope("read"):
-            parts = [self.read.read(self, state, q, q_pos, window)]
+            parts = [self.read.read(self.k, self.v, state, q, q_pos, window)]
             if self.tail:
                 parts.append(_dense(state.tail, q, q_pos, window))
             if commit < T:

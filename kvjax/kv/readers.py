@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention import NEG, visible, weights
+from kvjax.kv.codecs import Codec
+from kvjax.kv.state import LayerState
 from kvjax.types import Array, KvjaxError, Partial
-
-if TYPE_CHECKING:
-    from kvjax.kv.method import LayerState, Method
 
 
 class Reader(Protocol):
-    """Attends q [B K G T H] at q_pos i32[B T] to the body of a layer state."""
+    """Attends q [B K G T H] at q_pos i32[B T] to the body of a layer state, held by the codecs k and v."""
 
-    def read(self, method: Method, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
         """The partial over the body's visible slots."""
 
 
@@ -27,13 +26,13 @@ class Reader(Protocol):
 class Full:
     """All slots; what lives on the host is brought back whole."""
 
-    def read(self, method: Method, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
-        k, v = method.k.load(state.k), method.v.load(state.v)
+    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+        keys, values = k.load(state.k), v.load(state.v)
 
         def attend(q, q_pos):
-            s = jnp.where(visible(state.pos, q_pos, window), method.k.scores(q, k), NEG)
+            s = jnp.where(visible(state.pos, q_pos, window), k.scores(q, keys), NEG)
             p, m, l = weights(s)
-            return Partial(method.v.mix(p, v), m, l)
+            return Partial(v.mix(p, values), m, l)
 
         return by_query_blocks(attend, q, q_pos, 512)
 
@@ -57,19 +56,19 @@ class TopV:
         if self.granularity not in ("query", "kv"):
             raise KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
 
-    def read(self, method: Method, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
-        k = method.k.load(state.k)
+    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+        keys = k.load(state.k)
 
         def attend(q, q_pos):
             B, K, G, T, H = q.shape
-            s = jnp.where(visible(state.pos, q_pos, window), method.k.scores(q, k), NEG)
+            s = jnp.where(visible(state.pos, q_pos, window), k.scores(q, keys), NEG)
             p, m, l = weights(s)
             n = min(self.n, p.shape[-1])
             by = p if self.granularity == "query" else (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
             idx = lax.top_k(by, n)[1]  # [B K G|1 T n]
-            v = method.v.rows(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
+            values = v.rows(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
             p = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
-            o = jnp.einsum("bkgtn,bkgtnh->bkgth", p, jnp.broadcast_to(v, (B, K, G, T, n, H)).astype(jnp.float32))
+            o = jnp.einsum("bkgtn,bkgtnh->bkgth", p, jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32))
             return Partial(o, m, p.sum(-1) if self.renormalise else l)
 
         return by_query_blocks(attend, q, q_pos, 64)

@@ -32,9 +32,9 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear map named by axis letters: `axes="D K G H"` holds a kernel [D, K, G, H]; the first `contract` are summed.
+    """A linear map named by axis letters: `axes="D K G H"` holds a kernel [D, K, G, H]; contracts the first axes.
 
-    x [... in-axes] -> [... out-axes]. Computed as one matrix product: with more axes XLA transposes the kernel, every time.
+    x [... in-axes] -> [... out-axes]. One matrix product: with more axes XLA transposes the kernel each time.
     """
 
     axes: str

@@ -1,0 +1,29 @@
+"""The KV cache as a pytree: of one layer, and of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.types import Array, Block, pytree
+
+
+@pytree
+class LayerState:
+    """The cache of one layer. The body is what the codecs hold; the tail is the dense recent tokens."""
+
+    k: Any  # stored by the method's key codec, S slots
+    v: Any  # stored by the method's value codec, S slots
+    pos: Array  # i32[B 1|K S], original positions of the body's slots, -1 empty
+    n: Array  # i32[B], slots of the body in use
+    tail: Block | None = None  # R slots
+    tail_n: Array | None = None  # i32[B], slots of the tail in use
+
+
+@pytree
+class State:
+    """The cache of a model: one state per layer, and how many tokens of each row it has seen."""
+
+    layers: tuple[LayerState, ...]
+    length: Array  # i32[B], also the position of the next token
+    capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
