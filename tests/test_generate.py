@@ -127,10 +127,11 @@ def test_one_trace_serves_prompts_of_one_size():
     setting = kvjax.api.setting(model)
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), setting)
+    kvjax.prefill(model, [[1, 2, 3]], kvjax.zoo.full(), capacity=64)
     before = len(kvjax.api.PREFILL._done)
-    for prompts in ([[1, 2, 3]], [[4] * 60], [[7] * 33]):
+    for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
-    assert len(kvjax.api.PREFILL._done) == before + 1
+    assert len(kvjax.api.PREFILL._done) == before
 
 
 def test_sampling_numbers_do_not_recompile(model):
