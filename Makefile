@@ -1,5 +1,6 @@
 # make demo    the main job on the model that ships in the repository
 # make test    all tests                 make test ARGS="-k kcache"   some of them
+# make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make check   lint and format check     make format                  repair what can be repaired
 # Each creates .venv first, and again when pyproject.toml or constraints.txt changed.
 #   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
@@ -13,13 +14,16 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench check format clean
 
 demo: $(STAMP)
 	$(VENV)/bin/kvjax demo
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(STAMP)
+	for b in host decode prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
