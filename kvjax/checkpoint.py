@@ -122,6 +122,7 @@ class Writer:
         folder = self.partial / PARTS / name
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
+        (folder / "commit_success.txt").unlink(missing_ok=True)  # Orbax's note of where it wrote
         self.parameters |= described
         self.digests[name] = _digest(folder, described)
 

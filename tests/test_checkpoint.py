@@ -62,6 +62,11 @@ def test_round_trip(saved, params):
     assert sorted(p.name for p in (saved / "params").iterdir()) == sorted(record.digests)
 
 
+def test_no_file_names_the_place_where_it_was_written(saved):
+    place = str(saved.parent).encode()
+    assert [p for p in saved.rglob("*") if p.is_file() and place in p.read_bytes()] == []
+
+
 def test_bfloat16_is_stored_as_such_and_widened_on_request(tmp_path, params):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     checkpoint.save(tmp_path / "model", CONFIG, narrow)
