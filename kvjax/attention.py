@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.types import Array, Partial
+from kvjax.types import Array, Block, Partial
 
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
 
@@ -46,6 +46,11 @@ def partial(s: Array, v: Array) -> Partial:
     """Scores f32[B K G T S], NEG where masked, and values [B K S H] -> Partial."""
     p, m, l = weights(s)
     return Partial(mix(p, v), m, l)
+
+
+def attend_dense(q: Array, block: Block, q_pos: Array, window: int | None = None) -> Partial:
+    """q [B K G T H] at q_pos i32[B T] over the slots of a block -> Partial; holds all T x S scores at once."""
+    return partial(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG), block.v)
 
 
 def combine(a: Partial, b: Partial) -> Partial:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.attention import causal
+from kvjax.attention import attend_dense, causal, merge
 from kvjax.kv.method import Method
 from kvjax.kv.state import LayerState, State
 from kvjax.models.config import Config
@@ -35,10 +35,10 @@ class Past(NamedTuple):
     last: Array  # [B D]
 
 
-def apply(params: Any, setting: Setting, tokens: Array, pos: Array, attend, method) -> tuple[Array, tuple]:
+def apply(params: Any, setting: Setting, tokens: Array, pos: Array, attend, method, **more) -> tuple[Array, tuple]:
     """Runs a Decoder method with the parameters' dtype."""
     decoder = Decoder(setting.config, params["embedding"].dtype)
-    return decoder.apply({"params": params}, tokens, pos, attend, method=method)
+    return decoder.apply({"params": params}, tokens, pos, attend, **more, method=method)
 
 
 def _positions(tokens: Array, lengths: Array | None = None) -> Array:
@@ -61,12 +61,15 @@ def prefill(params: Any, tokens: Array, lengths: Array, setting: Setting) -> tup
 
     def attend(i, q, k, v):
         q, k, v = _heads(q, k, v, setting.mesh)
-        out = causal(q, k, v, window=setting.config.window(i))
+        window = setting.config.window(i)
+        if i + 1 < setting.config.layers:
+            out = causal(q, k, v, window=window)
+        else:  # only each row's last token asks
+            out = merge([attend_dense(q, Block(k, v, pos), lengths[:, None] - 1, window)])
         return out, setting.plan[i].prefill(Block(k, v, pos), setting.capacity)
 
-    hidden, layers = apply(params, setting, tokens, _positions(tokens), attend, Decoder.__call__)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], 1)[:, 0]
-    return unembed(params, last, setting), State(layers, lengths, setting.capacity)
+    hidden, layers = apply(params, setting, tokens, _positions(tokens), attend, Decoder.__call__, last=lengths - 1)
+    return unembed(params, hidden[:, 0], setting), State(layers, lengths, setting.capacity)
 
 
 def prefill_chunk(params: Any, tokens: Array, start: Array, lengths: Array, past: Past, setting: Setting) -> Past:

@@ -8,7 +8,7 @@ import numpy as np
 
 # Copying and recall first (induction appears within minutes, and not at all without the copying), then also text;
 # once recall is learned mostly text, which takes far longer.
-EARLY = {"repeats": 0.5, "recall": 0.5}
+EARLY = {"repeats": 0.4, "recall": 0.4, "text": 0.2}
 GROWING = {"repeats": 0.1, "recall": 0.25, "needle": 0.05, "copying": 0.05, "variables": 0.05, "text": 0.5}
 GROWN = {"repeats": 0.03, "recall": 0.15, "needle": 0.05, "copying": 0.06, "variables": 0.05, "text": 0.66}
 EARLY_LENGTH, GROWN_LENGTH, MIXED_LENGTH = 64, 1024, 512

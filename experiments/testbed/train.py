@@ -28,7 +28,7 @@ MODEL = Config(
     rope_theta=500_000.0, tie_embeddings=True, eos_ids=(vocab.END,),
 )  # fmt: skip
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # About 4,000 tokens a step on a CPU, where a step is bound by arithmetic; 16 times that on an accelerator.
 PRESETS = {"cpu": {"tokens": 4096, "steps": 6000}, "gpu": {"tokens": 65_536, "steps": 6000}}
 
@@ -49,11 +49,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def shapes(lengths: tuple[int, ...], tokens: int) -> tuple[tuple[int, int], ...]:
-    """(length, rows) of the batches: `tokens` a step, a quarter or half of it where sequences are short.
-
-    Induction takes about a thousand steps to appear, whatever their size.
-    """
-    share = lambda n: 4 if n <= 64 else 2 if n <= 256 else 1  # noqa: E731
+    """(length, rows) of the batches: `tokens` a step, half of it at 128 and 256, where steps count more than tokens."""
+    share = lambda n: 2 if 64 < n <= 256 else 1  # noqa: E731
     return tuple((n, max(2, tokens // share(n) // n)) for n in lengths)
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import memory
-from kvjax.attention import NEG, merge, partial, scores, visible
+from kvjax.attention import attend_dense, merge
 from kvjax.kv.codecs import Codec, Host, Plain
 from kvjax.kv.readers import Full, Reader
 from kvjax.kv.state import LayerState
-from kvjax.types import Array, Block, KvjaxError, Partial
+from kvjax.types import Array, Block, KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Method:
         with jax.named_scope("read"):
             parts = [self.read.read(self.k, self.v, state, q, q_pos, window)]
             if self.tail:
-                parts.append(_dense(state.tail, q, q_pos, window))
+                parts.append(attend_dense(q, state.tail, q_pos, window))
             if commit < T:
-                parts.append(_dense(jax.tree.map(lambda x: x[:, :, commit:], fresh), q, q_pos, window))
+                parts.append(attend_dense(q, jax.tree.map(lambda x: x[:, :, commit:], fresh), q_pos, window))
         return merge(parts), state
 
     def _extend_singly(self, state, q, k, v, q_pos, commit, window):
@@ -134,10 +134,6 @@ class Method:
             pos=memory.put(state.pos, pos, at),
             n=at + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32),
         )
-
-
-def _dense(block: Block, q: Array, q_pos: Array, window: int | None) -> Partial:
-    return partial(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG), block.v)
 
 
 def _last(block: Block, count: Array, n: Array, R: int) -> tuple[Block, Array]:

@@ -13,6 +13,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Linear, RMSNorm, rope_angles, rotate
 from kvjax.types import Array
 
+Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], v [B K T H]), rotated -> (out [B K G T H], that layer's new state)."""
 
@@ -25,18 +26,18 @@ class Attention(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
         c = self.config
         D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
         linear = lambda name, *a, **kw: Linear(*a, **kw, dtype=self.dtype, name=name)  # noqa: E731
-        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(x), 1, 3)
+        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(pick(x, last)), 1, 3)
         k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         if c.qk_norm:
             q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
-        cos, sin = (a[:, None] for a in angles)  # [B 1 T H/2]
-        q, k = rotate(q, cos[:, :, None], sin[:, :, None]), rotate(k, cos, sin)
+        q = rotate(q, *(pick(a, last)[:, None, None] for a in angles))
+        k = rotate(k, *(a[:, None] for a in angles))
         out, state = attend(self.layer, q, k, v)
         out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
         return linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out), state
@@ -65,18 +66,28 @@ class Layer(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
         c = self.config
         norm = lambda name: RMSNorm(c.width, c.norm_eps, dtype=self.dtype, name=name)  # noqa: E731
         with jax.named_scope("attention"):
-            y, state = Attention(c, self.layer, self.dtype, name="attention")(norm("attention_norm")(x), angles, attend)
-        x = x + y
+            attention = Attention(c, self.layer, self.dtype, name="attention")
+            y, state = attention(norm("attention_norm")(x), angles, attend, last)
+        x = pick(x, last) + y
         with jax.named_scope("mlp"):
             return x + MLP(c, self.dtype, name="mlp")(norm("mlp_norm")(x)), state
 
 
+def pick(x: Array, last: Array | None) -> Array:
+    """x [B T ...] at index last i32[B] of each row, [B 1 ...]; all of x without it."""
+    return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(1, x.ndim)), 1)
+
+
 class Decoder(nn.Module):
-    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states)."""
+    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states).
+
+    last i32[B]: of each row only the hidden state [B 1 D] at this index is wanted. The last layer then makes keys and
+    values of all tokens, and a query of this one only.
+    """
 
     config: Config
     dtype: jnp.dtype = jnp.float32
@@ -90,12 +101,12 @@ class Decoder(nn.Module):
         if not c.tie_embeddings:
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
 
-    def __call__(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
+    def __call__(self, tokens: Array, pos: Array, attend: Attend, last: Array | None = None) -> tuple[Array, tuple]:
         x = self.embedding[tokens]
         angles = rope_angles(self.config, pos)
         states = []
         for block in self.blocks:
-            x, state = block(x, angles, attend)
+            x, state = block(x, angles, attend, last if block is self.blocks[-1] else None)
             states.append(state)
         return self.final_norm(x), tuple(states)
 
