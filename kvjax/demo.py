@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -67,10 +68,12 @@ def measure(model: Model, methods: tuple[str, ...], seed: int = 1_000_003) -> li
 
 def table(rows: list[Row]) -> Table:
     """For people."""
-    t = Table(title=f"{CONTEXT:,}-token contexts, {INSTANCES} at a time")
+    look = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}  # fits 80 columns
+    t = Table(title=f"{CONTEXT:,}-token contexts, {INSTANCES} at a time", **look)
     t.add_column("method", no_wrap=True)
-    for name in ("recall", "code bits/B", "= full", "device KiB", "host KiB", "tokens/s"):
-        t.add_column(name, justify="right")
+    for name in ("recall", "bits/B", "= full", "device", "host", "tok/s"):
+        t.add_column(name, justify="right", no_wrap=True)
+    t.caption = "bits/B: of held-out source code; = full: code tokens predicted as `full` does; KiB a context"
     for r in rows:
         numbers = (f"{r.recall:.1%}", f"{r.code_bits:.3f}", f"{r.agreement:.1%}")
         sizes = (f"{r.device_bytes / 1024:,.0f}", f"{r.host_bytes / 1024:,.0f}")
