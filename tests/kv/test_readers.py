@@ -1,0 +1,38 @@
+"""Long chunks are read a block of queries at a time, with the same result."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attention import attend_dense
+from kvjax.kv.readers import by_query_blocks
+from kvjax.testing import toy_model
+from kvjax.types import Block
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 10, 64])
+def test_blocks_of_queries_give_what_all_at_once_give(n):
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 2, 3, 10, 4)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(2, 2, 12, 4)), jnp.float32) for _ in range(2))
+    block = Block(k, v, jnp.arange(12, dtype=jnp.int32)[None, None].repeat(2, 0))
+    q_pos = jnp.asarray([np.arange(2, 12), np.arange(10)], jnp.int32)
+    whole = attend_dense(q, block, q_pos)
+    chex.assert_trees_all_close(
+        by_query_blocks(lambda *a: attend_dense(a[0], block, a[1]), q, q_pos, n), whole, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "kcache:n=5,device_layers=0"])
+def test_a_chunk_longer_than_a_block_is_the_chunk_in_pieces(method):
+    model, parsed = toy_model(), kvjax.parse(method)
+    tokens = np.random.default_rng(0).integers(0, 97, 140).tolist()
+    _, state = kvjax.prefill(model, [[1, 2, 3]], parsed, capacity=192)
+    whole, _ = kvjax.extend(model, [tokens], state, parsed)
+    first, state = kvjax.extend(model, [tokens[:50]], state, parsed)
+    rest, _ = kvjax.extend(model, [tokens[50:]], state, parsed)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, atol=1e-4)
