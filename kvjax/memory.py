@@ -59,10 +59,8 @@ def kind(x) -> str:
 
 def pack(x: Array, host: bool = False) -> Buffer:
     """x [B K S W] as a buffer, on the device or (after a copy) in pinned host memory."""
-    dtype = jnp.dtype(x.dtype)
-    if host or dtype.itemsize == 2:
-        x = _bits(x)
-    return Buffer(jax.device_put(x, HOST) if host else x, dtype.name)
+    buf = Buffer(_bits(x) if x.dtype.itemsize == 2 else x, x.dtype.name)
+    return to_host(buf) if host else buf
 
 
 def to_device(buf: Buffer) -> Buffer:

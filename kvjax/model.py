@@ -7,12 +7,14 @@ import pathlib
 from importlib import resources
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax import checkpoint
 from kvjax.models.config import Config
+from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
 from kvjax.tokenizer import Tokenizer
 from kvjax.types import KvjaxError
@@ -57,12 +59,5 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """A model with random parameters: for tests and benchmarks, where only shapes and speed matter."""
-    import flax.linen as nn
-
-    from kvjax.attention import causal
-    from kvjax.models.decoder import Decoder
-
-    attend = lambda layer, q, k, v: (causal(q, k, v), None)  # noqa: E731
-    zero = jnp.zeros((1, 1), jnp.int32)
-    init = jax.jit(lambda key: Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits))
-    return Model(config, nn.unbox(init(jax.random.key(seed)))["params"], name="random")
+    params = jax.jit(lambda key: nn.unbox(init(config, key, dtype)))(jax.random.key(seed))
+    return Model(config, params, name="random")

@@ -18,6 +18,7 @@ from experiments.testbed import attention, batches, precision
 from experiments.testbed.curriculum import Curriculum, Progress
 from kvjax.eval.corpus import Corpus
 from kvjax.models import Config, Decoder
+from kvjax.models.decoder import init
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +57,10 @@ def attend(layer: int, q, k, v):
 
 def initial(config: Config, seed: int) -> dict[str, Any]:
     """Fresh parameters; what writes into the residual stream starts small beside the embedding (GPT-2, section 2.3)."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    boxed = Decoder(config).init(jax.random.key(seed), tokens, tokens, attend, method=Decoder.logits)
+    params = nn.unbox(init(config, jax.random.key(seed)))
     small = (config.width * 2 * config.layers) ** -0.5
     writes = lambda path: {"o", "down"} & {part.key for part in path}  # noqa: E731
-    return jax.tree_util.tree_map_with_path(lambda p, x: x * small if writes(p) else x, nn.unbox(boxed)["params"])
+    return jax.tree_util.tree_map_with_path(lambda p, x: x * small if writes(p) else x, params)
 
 
 def losses(config: Config, params, tokens, pos, weight):

@@ -82,6 +82,13 @@ def pick(x: Array, last: Array | None) -> Array:
     return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(1, x.ndim)), 1)
 
 
+def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
+    """Fresh parameters with their axis letters (`flax.linen.unbox` drops them)."""
+    attend = lambda layer, q, k, v: (q, None)  # noqa: E731  (shapes are all that matters here)
+    zero = jnp.zeros((1, 1), jnp.int32)
+    return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
+
+
 class Decoder(nn.Module):
     """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states).
 

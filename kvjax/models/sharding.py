@@ -6,9 +6,8 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.attention import causal
 from kvjax.models.config import Config
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import init
 from kvjax.types import Array, KvjaxError
 
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
@@ -33,10 +32,7 @@ def constrain(x: Array, axes: str, mesh: Mesh | None) -> Array:
 
 def abstract_params(config: Config, dtype) -> dict:
     """Shapes and axis letters of all parameters, without making any."""
-    attend = lambda layer, q, k, v: (causal(q, k, v), None)  # noqa: E731
-    tokens = jax.ShapeDtypeStruct((1, 1), "int32")
-    init = lambda t: Decoder(config, dtype).init(jax.random.key(0), t, t, attend, method=Decoder.logits)  # noqa: E731
-    return jax.eval_shape(init, tokens)["params"]
+    return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
 def param_shardings(config: Config, mesh: Mesh) -> dict:
