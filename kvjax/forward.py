@@ -109,17 +109,38 @@ def unembed(params: Any, hidden: Array, setting: Setting) -> Array:
 
 
 def extend(params: Any, tokens: Array, state: State, setting: Setting, lengths: Array | None = None):
-    """tokens i32[B T] after what the state holds -> (logits f32[B T V], state); lengths i32[B] when rows are padded."""
-    pos = _positions(tokens, lengths)
-    pos = jnp.where(pos < 0, -1, pos + state.length[:, None])
+    """tokens i32[B T] after what the state holds -> (logits f32[B T V], state); lengths i32[B] when rows are padded.
+
+    Under a method with lookahead the tokens are decoded one by one, each beside the model's own guess of the next.
+    """
+    real = _positions(tokens, lengths) >= 0
+    if not any(m.lookahead for m in setting.plan):
+        return advance(params, tokens, state, setting, tokens.shape[1], real)
+    first, state = advance(params, tokens[:, :1], state, setting, 0, real[:, :1])
+
+    def step(carry, xs):
+        (guess, state), (token, real) = carry, xs
+        both, known = jnp.stack([token, guess], 1), jnp.stack([real, real], 1)
+        logits, state = advance(params, both, state, setting, 1, known)
+        return (logits[:, 1].argmax(-1).astype(jnp.int32), state), logits[:, 0]
+
+    guess = first[:, 0].argmax(-1).astype(jnp.int32)
+    (_, state), logits = lax.scan(step, (guess, state), (tokens.T, real.T))
+    return logits.swapaxes(0, 1), state
+
+
+def advance(params: Any, tokens: Array, state: State, setting: Setting, commit: int, real: Array | None = None):
+    """tokens i32[B T], of which the first `commit` are kept -> (logits f32[B T V], state); real bool[B T], or all."""
+    pos = state.length[:, None] + _positions(tokens)
+    pos = pos if real is None else jnp.where(real, pos, -1)
 
     def attend(i, q, k, v):
         q, k, v = _heads(q, k, v, setting.mesh)
-        return setting.plan[i].extend(state.layers[i], q, k, v, pos, tokens.shape[1], setting.config.window(i))
+        return setting.plan[i].extend(state.layers[i], q, k, v, pos, commit, setting.config.window(i))
 
     logits, layers = apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.logits)
-    count = tokens.shape[1] if lengths is None else lengths
-    return logits, dataclasses.replace(state, layers=layers, length=state.length + count)
+    kept = commit if real is None else real[:, :commit].sum(-1, dtype=jnp.int32)
+    return logits, dataclasses.replace(state, layers=layers, length=state.length + kept)
 
 
 def _heads(q: Array, k: Array, v: Array, mesh: Mesh | None) -> tuple[Array, Array, Array]:

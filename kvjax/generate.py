@@ -35,6 +35,7 @@ class Carry:
     i: Array  # i32[], columns of `out` that are filled
     keys: Array  # one per row
     eos: Array  # i32[E]
+    guess: Array | None = None  # i32[B], for a method with lookahead: what may come after `token`
 
 
 def begin(logits: Array, state: State, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
@@ -45,14 +46,29 @@ def begin(logits: Array, state: State, keys: Array, eos: Array, sampler: Sampler
 
 
 def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
-    """One token for every row."""
-    logits, state = forward.extend(params, carry.token[:, None], carry.state, setting)
-    return _emit(dataclasses.replace(carry, state=state), logits[:, 0], sampler)
+    """One token for every row; under lookahead beside a guess, which is never kept."""
+    tokens = jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
+    logits, state = forward.advance(params, tokens, carry.state, setting, 1)
+    carry = dataclasses.replace(carry, state=state)
+    if carry.guess is not None:
+        carry = dataclasses.replace(carry, guess=_draw(carry, logits[:, 1], carry.i + 1, sampler))
+    return _emit(carry, logits[:, 0], sampler)
+
+
+def look_ahead(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
+    """Before the first step: guesses what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    logits, state = forward.advance(params, carry.token[:, None], carry.state, setting, 0)
+    return dataclasses.replace(carry, state=state, guess=_draw(carry, logits[:, 0], carry.i, sampler))
+
+
+def _draw(carry: Carry, logits: Array, column: Array, s: Sampler) -> Array:
+    """The tokens of one column. A guess for a column is drawn with its randomness: equal logits give equal tokens."""
+    with jax.named_scope("sample"):
+        return sample(s, logits, jax.vmap(jax.random.fold_in, (0, None))(carry.keys, column))
 
 
 def _emit(carry: Carry, logits: Array, s: Sampler) -> Carry:
-    with jax.named_scope("sample"):
-        token = sample(s, logits, jax.vmap(jax.random.fold_in, (0, None))(carry.keys, carry.i))
+    token = _draw(carry, logits, carry.i, s)
     shown = jnp.where(carry.done, -1, token)
     out = lax.dynamic_update_slice(carry.out, shown[:, None], (0, carry.i))
     done = carry.done | (token[:, None] == carry.eos[None]).any(-1)
@@ -72,6 +88,7 @@ def decode_fixed(params: Any, carry: Carry, sampler: Sampler, setting: Setting) 
 
 
 BEGIN = Program(begin, static=("length",), donate=("state",))
+LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
 UNTIL = Program(decode_until, static=("setting",), donate=("carry",))
 FIXED = Program(decode_fixed, static=("setting",), donate=("carry",))
 
@@ -108,7 +125,10 @@ class _Run:
 
     def advance(self, limit: int, loop: str = "while") -> float:
         """Runs the loop up to `limit` columns; returns its seconds."""
-        program, extra = (UNTIL, {"limit": jnp.int32(limit)}) if loop == "while" else (FIXED, {})
+        return self.run(UNTIL, limit=jnp.int32(limit)) if loop == "while" else self.run(FIXED)
+
+    def run(self, program: Program, **extra: Array) -> float:
+        """Runs a program that turns the carry into the next one; returns its seconds, compilation apart."""
         args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler, **extra}
         run, seconds = program.compile(**args, setting=self.setting)
         self.compile_seconds += seconds
@@ -132,7 +152,10 @@ def _start(model, prompts, method, s, *, max_new_tokens, seed, eos_ids, capacity
     keys = row_keys(jax.random.key(seed), len(ids))
     args = {"logits": logits, "state": state, "keys": keys, "eos": jnp.asarray(eos), "sampler": s}
     run, more = BEGIN.compile(**args, length=max_new_tokens)
-    return _Run(model, run(**args), s, setting, seconds, compile_seconds + more)
+    begun = _Run(model, run(**args), s, setting, seconds, compile_seconds + more)
+    if method.lookahead and max_new_tokens > 1:
+        begun.prefill_seconds += begun.run(LOOK_AHEAD)
+    return begun
 
 
 def _first_pass(model, ids, method, max_new_tokens, capacity, state):

@@ -11,6 +11,7 @@ Rules found by measurement, kept here so that no method can get them wrong:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -78,16 +79,20 @@ def unpack(buf: Buffer) -> Array:
     return _value(to_device(buf).data, buf.dtype)
 
 
-def append(buf: Buffer, x: Array, at: Array) -> Buffer:
-    """Writes x [B K T W] at slots at..at+T-1 of each row; at i32[B], and at + T must not exceed S."""
+def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
+    """Writes x [B K T W] at slots at..at+T-1 of each row (of those with due bool[B]); at i32[B], at + T <= S there."""
     x = _bits(x) if buf.data.dtype != x.dtype else x
+    if not x.shape[2]:
+        return buf
     if not buf.host:
+        at = at if due is None else jnp.where(due, at, buf.data.shape[2])  # what lies outside is dropped
         return dataclasses.replace(buf, data=put(buf.data, x, at))
     data = buf.data
-    zero = jnp.int32(0)
     for b in range(x.shape[0]):  # never a scatter on the host: it copies the buffer
         row = jax.device_put(x[b : b + 1], HOST)
-        data = lax.dynamic_update_slice(data, row, (jnp.int32(b), zero, at[b], zero))
+        start = (jnp.int32(b), jnp.int32(0), at[b], jnp.int32(0))
+        write = functools.partial(lax.dynamic_update_slice, update=row, start_indices=start)
+        data = write(data) if due is None else lax.cond(due[b], write, lambda d: d, data)
     return dataclasses.replace(buf, data=data)
 
 
@@ -100,6 +105,23 @@ def put(data: Array, x: Array, at: Array) -> Array:
     slot = at[:, None, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
     return data.at[index].set(x, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def add(data: Array, x: Array, slot: Array) -> Array:
+    """Device arrays: data [B K S ...] with x [B K T ...] added at slot i32[B T]; slots outside are dropped."""
+    B, K = x.shape[:2]
+    index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot[:, None])
+    return data.at[index].add(x, mode="drop")
+
+
+def take(x: Array, idx: Array) -> Array:
+    """Device arrays: rows idx i32[B 1|K n], in bounds, of x [B K S W] -> [B K n W]."""
+    return _gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
+
+
+def part(buf: Buffer, start: Array | int, count: int) -> Array:
+    """Slots start..start+count-1 of a device buffer, [B K count W], in their own dtype."""
+    return _value(lax.dynamic_slice_in_dim(buf.data, start, count, 2), buf.dtype)
 
 
 def rows(buf: Buffer, idx: Array) -> Array:

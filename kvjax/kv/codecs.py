@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from kvjax import attention, memory
 from kvjax.types import Array
@@ -13,6 +14,9 @@ from kvjax.types import Array
 
 class Codec(Protocol):
     """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale."""
+
+    unit: int  # S is a multiple of it
+    stepwise: bool  # whether fresh tokens must be written one by one
 
     def encode(self, x: Array, pos: Array) -> Any:
         """x [B K S H], pos i32[B K S] -> stored."""
@@ -35,13 +39,22 @@ class Codec(Protocol):
     def mix(self, p: Array, stored: Any) -> Array:
         """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
 
+    def settled(self, n: Array) -> Array:
+        """n i32[B] tokens in a row -> how many of the first will be held inexactly when the next token is read."""
+
     def on_device(self) -> Codec:
         """The same codec without host placement."""
+
+    def on_host(self) -> Codec:
+        """The same codec, stored as suits the host, from where single rows are fetched."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """Rows as they are, in the model's dtype, on the device."""
+
+    unit = 1
+    stepwise = False
 
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
         return memory.pack(x)
@@ -64,15 +77,32 @@ class Plain:
     def mix(self, p: Array, stored: memory.Buffer) -> Array:
         return attention.mix(p, self.decode(stored))
 
+    def settled(self, n: Array) -> Array:
+        return jnp.zeros_like(n)
+
     def on_device(self) -> Plain:
+        return self
+
+    def on_host(self) -> Plain:
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Placement: what the inner codec stores lives in pinned host memory, and only what is asked for comes back."""
+    """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
 
     inner: Codec = Plain()
+
+    def __post_init__(self):
+        object.__setattr__(self, "inner", self.inner.on_host())
+
+    @property
+    def unit(self) -> int:
+        return self.inner.unit
+
+    @property
+    def stepwise(self) -> bool:
+        return self.inner.stepwise
 
     def encode(self, x: Array, pos: Array) -> Any:
         return _each_buffer(memory.to_host, self.inner.encode(x, pos))
@@ -95,9 +125,17 @@ class Host:
     def mix(self, p: Array, stored: Any) -> Array:
         return self.inner.mix(p, stored)
 
+    def settled(self, n: Array) -> Array:
+        return self.inner.settled(n)
+
     def on_device(self) -> Codec:
         return self.inner.on_device()
 
+    def on_host(self) -> Host:
+        return self
+
 
 def _each_buffer(move, stored: Any) -> Any:
-    return jax.tree.map(move, stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
+    """What is no buffer stays where it is."""
+    is_buffer = lambda x: isinstance(x, memory.Buffer)  # noqa: E731
+    return jax.tree.map(lambda x: move(x) if is_buffer(x) else x, stored, is_leaf=is_buffer)

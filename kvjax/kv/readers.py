@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,47 @@ from jax import lax
 from kvjax.attention import NEG, visible, weights
 from kvjax.kv.codecs import Codec
 from kvjax.kv.state import LayerState
-from kvjax.types import Array, KvjaxError, Partial
-
-
-class Reader(Protocol):
-    """Attends q [B K G T H] at q_pos i32[B T] to the body of a layer state, held by the codecs k and v."""
-
-    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
-        """The partial over the body's visible slots."""
+from kvjax.types import Array, Block, KvjaxError, Partial
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class Reader:
+    """Attends queries to what the codecs k and v hold. This base keeps nothing of its own beside it."""
+
+    lookahead = 0  # guessed tokens that each decode step should carry
+    unit = 1  # S is a multiple of it
+    stepwise = False  # whether fresh tokens must come one by one
+
+    def begin(self, block: Block) -> Any:
+        """What the reader keeps after a prompt; block [B K S H] with the prompt at the front of each row."""
+        return None
+
+    def write(self, aux: Any, fresh: Block, at: Array) -> Any:
+        """The same after the tokens [B K T H], now at slots at i32[B] and on."""
+        return aux
+
+    def read(
+        self,
+        k: Codec,
+        v: Codec,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        window: int | None,
+        guessed: Partial | None = None,
+    ) -> tuple[Partial, Any]:
+        """q [B K G T H] at q_pos i32[B T] -> (the partial over the visible slots, aux).
+
+        guessed: attention to tokens of this call that are not kept, for readers that need a softmax over everything.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Reader):
     """All slots; what lives on the host is brought back whole."""
 
-    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+    def read(self, k, v, state, q, q_pos, window, guessed=None) -> tuple[Partial, Any]:
         keys, values = k.load(state.k), v.load(state.v)
 
         def attend(q, q_pos):
@@ -34,11 +60,11 @@ class Full:
             p, m, l = weights(s)
             return Partial(v.mix(p, values), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return by_query_blocks(attend, q, q_pos, 512), None
 
 
 @dataclasses.dataclass(frozen=True)
-class TopV:
+class TopV(Reader):
     """Exact softmax over all keys, then only the values of the n heaviest slots (KCache, section 3.1).
 
     granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight
@@ -56,7 +82,7 @@ class TopV:
         if self.granularity not in ("query", "kv"):
             raise KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
 
-    def read(self, k: Codec, v: Codec, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+    def read(self, k, v, state, q, q_pos, window, guessed=None) -> tuple[Partial, Any]:
         keys = k.load(state.k)
 
         def attend(q, q_pos):
@@ -71,7 +97,7 @@ class TopV:
             o = jnp.einsum("bkgtn,bkgtnh->bkgth", p, jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32))
             return Partial(o, m, p.sum(-1) if self.renormalise else l)
 
-        return by_query_blocks(attend, q, q_pos, 64)
+        return by_query_blocks(attend, q, q_pos, 64), None
 
 
 def by_query_blocks(attend, q: Array, q_pos: Array, n: int) -> Partial:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.types import Array, Block, pytree
+from kvjax.types import Array, pytree
 
 
 @pytree
 class LayerState:
-    """The cache of one layer. The body is what the codecs hold; the tail is the dense recent tokens."""
+    """The cache of one layer: what the codecs hold, and what the reader keeps beside it."""
 
     k: Any  # stored by the method's key codec, S slots
     v: Any  # stored by the method's value codec, S slots
-    pos: Array  # i32[B 1|K S], original positions of the body's slots, -1 empty
-    n: Array  # i32[B], slots of the body in use
-    tail: Block | None = None  # R slots
-    tail_n: Array | None = None  # i32[B], slots of the tail in use
+    pos: Array  # i32[B 1|K S], original positions, -1 empty
+    n: Array  # i32[B], slots in use
+    aux: Any = None  # of the reader
 
 
 @pytree

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.kv import LayerState, Method
 from kvjax.types import Block
 
-B, K, G, H = 3, 2, 2, 8
+B, K, G, H = 3, 2, 2, 32
 LENGTHS = np.array([9, 1, 6], np.int32)  # ragged prompts, one of a single token
 STEPS = 7
 TOTAL = LENGTHS + STEPS

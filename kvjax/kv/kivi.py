@@ -1,0 +1,275 @@
+"""KIVI: keys and values held in 1, 2, 4 or 8 bits, the most recent tokens in full precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax import attention, memory
+from kvjax.kv import quant
+from kvjax.types import Array, KvjaxError, pytree
+
+CHUNK = 2048  # slots dequantised at a time: a chunk stays in the processor's caches, and none is written to memory
+
+
+@pytree
+class Packed:
+    """Slots 0..settled-1 as codes; the others, the newest, as they came, slot i at place i modulo P."""
+
+    codes: memory.Buffer  # uint32 words, [B K S/per H] packed along tokens, or [B K S H/per] along channels
+    scale: memory.Buffer  # [B K S/group H] per channel, or [B K S H/group] per token
+    lo: memory.Buffer  # as scale
+    recent: Array  # [B K P H]
+    settled: Array  # i32[B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi:
+    """Group quantisation with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
+
+    bits: 1, 2, 4 or 8. axis: "channel", groups of `group` consecutive tokens per channel (the paper's keys), or
+    "token", groups of `group` channels per token (its values). residual: that many recent tokens R stay in full
+    precision; keys leave in blocks of R as soon as one is complete, values one by one, as the paper's code does. What
+    a step's end makes due leaves at the start of the next, before anything is read. one_bit: levels of one-bit codes,
+    see `quant.quantise`. packed: words run along "tokens" (read as a whole, fast) or along "channels" (read by rows,
+    as from the host). A group is quantised once, in the dtype that it came in, from real tokens of its row only.
+    """
+
+    bits: int = 2
+    group: int = 32
+    axis: str = "channel"
+    residual: int = 128
+    one_bit: str = "improved"
+    packed: str = "tokens"
+
+    stepwise = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
+
+    def __post_init__(self):
+        if self.bits not in quant.BITS:
+            near = min(quant.BITS, key=lambda b: abs(b - self.bits))
+            raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {self.bits}; the nearest is {near}")
+        if self.one_bit not in quant.ONE_BIT:
+            raise KvjaxError(f"one_bit must be 'improved' or 'original', got {self.one_bit!r}")
+        if self.group < 1:
+            raise KvjaxError(f"group must be at least 1, got {self.group}; the paper uses 32")
+        if self.residual < 1 or self.residual % self.group:
+            raise KvjaxError(
+                f"residual {self.residual} is no multiple of group {self.group}: keys leave it in whole groups; "
+                f"the nearest are {_multiples(self.residual, self.group)}"
+            )
+
+    @property
+    def per(self) -> int:
+        """Codes per 32-bit word."""
+        return 32 // self.bits
+
+    @property
+    def places(self) -> int:
+        """P: a value stays one step longer than R, until its successor has come."""
+        return self.residual if self.axis == "channel" else self.residual + 1
+
+    @property
+    def leaves(self) -> int:
+        """Tokens that leave the residual at a time."""
+        return self.residual if self.axis == "channel" else 1
+
+    @property
+    def unit(self) -> int:
+        """Slots come in multiples of this: whole words, whole groups."""
+        return math.lcm(self.per, self.residual)
+
+    def on_device(self) -> Kivi:
+        return dataclasses.replace(self, packed="tokens")
+
+    def on_host(self) -> Kivi:
+        return dataclasses.replace(self, packed="channels")
+
+    def settled(self, n: Array) -> Array:
+        """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
+        if self.axis == "channel":
+            return n // self.residual * self.residual
+        return jnp.maximum(n - self.residual, 0)
+
+    def encode(self, x: Array, pos: Array) -> Packed:
+        self._check_head_dim(x.shape[3])
+        n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        settled = self.settled(n)
+        inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
+        codes, scale, lo = self._quantise(x)
+        recent = memory.take(x, self._held(settled, n)[:, None])
+        known = inside if self.axis == "token" else inside[:, :, :: self.group]
+        keep = lambda a, ok: jnp.where(ok, a, jnp.zeros((), a.dtype))  # noqa: E731
+        return Packed(
+            memory.pack(quant.pack(keep(codes, inside), self.bits, self._word_axis)),
+            memory.pack(keep(scale, known)),
+            memory.pack(keep(lo, known)),
+            recent,
+            settled,
+        )
+
+    def write(self, stored: Packed, x: Array, at: Array) -> Packed:
+        """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B] in full precision."""
+        due = at - stored.settled >= self.places
+        if self.axis == "channel":
+            stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
+        else:
+            stored = self._flush(stored, due)
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.places))
+
+    def _flush(self, stored: Packed, due: Array) -> Packed:
+        at, count = stored.settled, self.leaves
+        leaving = stored.recent
+        if count < self.places:
+            leaving = memory.take(leaving, (at % self.places)[:, None, None])
+        codes, scale, lo = self._quantise(leaving)
+        groups = at // self.group if self.axis == "channel" else at
+        return Packed(
+            self._add_codes(stored.codes, codes, at, due),
+            memory.append(stored.scale, scale, groups, due),
+            memory.append(stored.lo, lo, groups, due),
+            stored.recent,
+            jnp.where(due, at + count, at),
+        )
+
+    def _add_codes(self, words: memory.Buffer, codes: Array, at: Array, due: Array) -> memory.Buffer:
+        if self.packed == "channels":
+            return memory.append(words, quant.pack(codes, self.bits, 3), at, due)
+        slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
+        shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
+        slot = jnp.where(due[:, None], slot // self.per, words.data.shape[2])
+        return dataclasses.replace(words, data=memory.add(words.data, codes << shift, slot))
+
+    def decode(self, stored: Packed) -> Array:
+        """[B K S H] in the dtype that came in."""
+        codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
+        held = self._join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
+        S = held.shape[2]
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
+        return jnp.where((slot < stored.settled[:, None])[:, None, :, None], held, newest)
+
+    def load(self, stored: Packed) -> Packed:
+        return stored
+
+    def rows(self, stored: Packed, idx: Array) -> Array:
+        """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
+        in_words = idx if self.packed == "channels" else idx // self.per
+        codes = memory.rows(stored.codes, in_words)
+        if self.packed == "channels":
+            codes = quant.unpack(codes, self.bits, 3)
+        else:
+            codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
+        groups = idx // self.group if self.axis == "channel" else idx
+        scale, lo = memory.rows(stored.scale, groups), memory.rows(stored.lo, groups)
+        if self.axis == "token":
+            scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
+        newest = memory.take(stored.recent, idx % self.places)
+        settled = (idx < stored.settled[:, None, None])[..., None]
+        return jnp.where(settled, quant.dequantise(codes, scale, lo), newest)
+
+    def scores(self, q: Array, stored: Packed) -> Array:
+        """Straight from the codes, a chunk of slots at a time."""
+        q = q.astype(jnp.float32)
+        S = self._slots(stored)
+        chunk, n = self._chunks(S)
+        parts = []
+        if n:
+            step = lambda _, i: (None, attention.scores(q, self._chunk(stored, i * chunk, chunk)))  # noqa: E731
+            s = jnp.moveaxis(lax.scan(step, None, jnp.arange(n, dtype=jnp.int32))[1], 0, 4)
+            parts.append(s.reshape(*s.shape[:4], n * chunk))
+        if n * chunk < S:
+            parts.append(attention.scores(q, self._chunk(stored, n * chunk, S - n * chunk)))
+        held = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+        newest = attention.scores(q, stored.recent.astype(jnp.float32))
+        newest = jnp.tile(newest, -(-S // self.places))[..., :S]
+        return jnp.where(self._is_settled(stored, S), held, newest)
+
+    def mix(self, p: Array, stored: Packed) -> Array:
+        """Straight from the codes, a chunk of slots at a time."""
+        S = self._slots(stored)
+        chunk, n = self._chunks(S)
+        held = jnp.where(self._is_settled(stored, S), p, 0.0)
+
+        def part(start, count):
+            return attention.mix(lax.dynamic_slice_in_dim(held, start, count, 4), self._chunk(stored, start, count))
+
+        slot = self._held(stored.settled)
+        newest = jnp.take_along_axis(p, jnp.minimum(slot, S - 1)[:, None, None, None], 4)
+        newest = jnp.where((slot < S)[:, None, None, None], newest, 0.0)
+        out = attention.mix(newest, stored.recent.astype(jnp.float32))
+        if n:
+            step = lambda acc, i: (acc + part(i * chunk, chunk), None)  # noqa: E731
+            out = lax.scan(step, out, jnp.arange(n, dtype=jnp.int32))[0]
+        return out if n * chunk == S else out + part(n * chunk, S - n * chunk)
+
+    def _chunk(self, stored: Packed, start: Array | int, count: int) -> Array:
+        """Slots start..start+count-1 dequantised in float32; what is not settled yet means nothing, but is finite."""
+        of = lambda buf, n: memory.part(buf, start // n, count // n)  # noqa: E731
+        codes = quant.unpack(of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis)
+        per_group = self.group if self.axis == "channel" else 1
+        scale, lo = (of(x, per_group).astype(jnp.float32) for x in (stored.scale, stored.lo))
+        return self._join(codes, scale, lo, lambda c, s, m: quant.number(c) * s + m)
+
+    def _join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
+        """codes [B K S H] with the scale and lo of each group -> [B K S H]."""
+        B, K, S, H = codes.shape
+        if self.axis == "channel":
+            split, a = (B, K, S // self.group, self.group, H), 3
+        else:
+            split, a = (B, K, S, H // self.group, self.group), 4
+        return rule(codes.reshape(split), jnp.expand_dims(scale, a), jnp.expand_dims(lo, a)).reshape(codes.shape)
+
+    def _quantise(self, x: Array) -> tuple[Array, Array, Array]:
+        """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
+        B, K, T, H = x.shape
+        if self.axis == "token":
+            codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
+            return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
+        groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
+        codes, scale, lo = quant.quantise(groups, self.bits, self.one_bit)
+        return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
+
+    def _held(self, settled: Array, n: Array | None = None) -> Array:
+        """i32[B P]: the slot at each place of `recent`; clipped to the last of n where there is none yet."""
+        place = jnp.arange(self.places, dtype=jnp.int32)[None]
+        slot = settled[:, None] + (place - settled[:, None]) % self.places
+        return slot if n is None else jnp.clip(slot, 0, jnp.maximum(n[:, None] - 1, 0))
+
+    def _is_settled(self, stored: Packed, S: int) -> Array:
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        return (slot < stored.settled[:, None])[:, None, None, None]
+
+    def _slots(self, stored: Packed) -> int:
+        return stored.codes.data.shape[2] * (self.per if self.packed == "tokens" else 1)
+
+    def _chunks(self, S: int) -> tuple[int, int]:
+        """(slots per chunk, whole chunks)."""
+        whole = math.lcm(self.per, self.group)
+        chunk = max(CHUNK // whole, 1) * whole
+        return chunk, S // chunk
+
+    @property
+    def _word_axis(self) -> int:
+        return 2 if self.packed == "tokens" else 3
+
+    def _check_head_dim(self, H: int) -> None:
+        if self.axis == "token" and H % self.group:
+            near = [g for g in range(1, H + 1) if H % g == 0]
+            best = min(near, key=lambda g: abs(g - self.group))
+            raise KvjaxError(
+                f"group {self.group} does not divide the head size {H}; the nearest group that does is {best}"
+            )
+        if self.packed == "channels" and H % self.per:
+            raise KvjaxError(
+                f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
+                f"divide the head size {H}; keep them on the device, or use more bits"
+            )
+
+
+def _multiples(n: int, of: int) -> str:
+    low = max(n // of, 1) * of
+    return str(low) if n <= of else f"{low} and {low + of}"

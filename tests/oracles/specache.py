@@ -1,0 +1,72 @@
+"""SpeCache in NumPy, from the paper (arXiv 2503.16163, section 3.3): one row, one key/value head, one step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.oracles import kivi
+
+
+class Row:
+    """All keys and values exactly (the host's copy), a KIVI copy of them, and which tokens have been fetched."""
+
+    def __init__(
+        self,
+        k: np.ndarray,
+        v: np.ndarray,
+        bits: int,
+        group: int,
+        topk: int,
+        residual: int,
+        one_bit: str = "improved",
+        reduce: str = "mean",
+    ):
+        """k, v [T0 H]: the prompt; nothing is fetched yet."""
+        self.low = kivi.Row(k, v, bits, group, residual, one_bit)
+        self.topk, self.residual, self.reduce = topk, residual, reduce
+        self.fetched: list[int] = []
+
+    def pre_decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """The extra step on the first new token: q [G H], k, v [H] -> [G H]; it only chooses the first fetch."""
+        out, weights = self._attend(q, [(k, v)])
+        self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
+        return out
+
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, guess: tuple | None = None) -> tuple:
+        """A true token and a speculative one (guess: its q, k, v) -> both outputs [G H]; the true one is kept.
+
+        Without a guess the true token chooses the next fetch.
+        """
+        self.low.append(k, v)
+        out, weights = self._attend(q, [])
+        ahead = None
+        if guess is not None:
+            ahead, weights = self._attend(guess[0], [guess[1:]])
+        self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
+        self.low.flush()
+        return out, ahead
+
+    def step_without_guessing(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """The ablation of section 4.5: this very query chooses, the rows are fetched now, attention is done again."""
+        self.low.append(k, v)
+        self.fetched = []
+        _, weights = self._attend(q, [])
+        self.fetched = self._choose(weights, len(self.low.low_k))
+        out, _ = self._attend(q, [])
+        self.low.flush()
+        return out
+
+    def _attend(self, q: np.ndarray, extra: list) -> tuple[np.ndarray, np.ndarray]:
+        """q [G H] over the cache and `extra` (pairs k, v), which is not kept -> [G H], softmax f64[G n]."""
+        keys, values = self.low.seen_keys(), self.low.seen_values()
+        for i in self.fetched:
+            keys[i], values[i] = self.low.k[i], self.low.v[i]
+        for k, v in extra:
+            keys, values = np.concatenate([keys, k[None]]), np.concatenate([values, v[None]])
+        weights = np.stack([kivi.softmax(keys @ row.astype(np.float64) / np.sqrt(len(row))) for row in q])
+        return weights @ values, weights
+
+    def _choose(self, weights: np.ndarray, candidates: int) -> list[int]:
+        """The heaviest of the first tokens, whose keys will be in low bits; equal ones in order."""
+        by = weights.mean(0) if self.reduce == "mean" else weights.max(0)
+        return sorted(range(candidates), key=lambda i: (-by[i], i))[: self.topk]

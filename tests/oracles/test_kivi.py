@@ -1,0 +1,249 @@
+"""C7: kivi equals the NumPy oracle step by step, on ragged rows around whole blocks, and takes the bytes it should."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.kv import state_bytes, zoo
+from kvjax.kv.kivi import Kivi
+from kvjax.types import Block, KvjaxError
+from tests.contract import layer
+from tests.oracles import kivi
+
+B, K, G, H, R = 7, 2, 2, 8, 8
+LENGTHS = np.array([1, 5, R - 1, R, R + 1, 2 * R - 1, 2 * R], np.int32)
+STEPS, CAPACITY = 11, 40
+SPECS = [(1, 8, "improved"), (1, 8, "original"), (2, 8, "improved"), (4, 4, "improved"), (8, 8, "improved")]
+
+
+def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.float32) -> layer.Data:
+    """Random rows: prompts of LENGTHS and `fresh` tokens after each; what is beyond a row's end is `padding`."""
+    rng = np.random.default_rng(seed)
+    S = int(LENGTHS.max()) + fresh
+    shape = (B, K, S, H)
+    q = 2 * rng.normal(size=(*shape[:2], G, *shape[2:]))
+    k, v = rng.normal(size=(2, *shape))
+    real = np.arange(S)[None] < (LENGTHS + fresh)[:, None]
+    fill = lambda x, m: jnp.asarray(np.where(m, x, padding).astype(dtype))  # noqa: E731
+    real = real[:, None, :, None]
+    return layer.Data(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
+
+
+@functools.cache
+def _prefill(method):
+    return jax.jit(lambda k, v, pos: method.prefill(Block(k, v, pos), CAPACITY))
+
+
+def prefill(method, d: layer.Data, padding: float = 0.0):
+    """The state after the prompts; beyond each prompt the block holds `padding`."""
+    T = int(LENGTHS.max())
+    real = np.arange(T)[None] < d.lengths[:, None]
+    k, v = (
+        jnp.where(jnp.asarray(real)[:, None, :, None], x[:, :, :T], jnp.asarray(padding, x.dtype)) for x in (d.k, d.v)
+    )
+    return _prefill(method)(k, v, jnp.asarray(np.where(real, np.arange(T)[None], -1), jnp.int32)[:, None])
+
+
+@functools.cache
+def _decoder(method, window: int | None):
+    def run(state, q, k, v, pos):
+        def step(state, xs):
+            fresh = (jnp.expand_dims(x, a) for x, a in zip(xs, (3, 2, 2, 1), strict=True))
+            out, state = method.extend(state, *fresh, 1, window)
+            return state, out[:, :, :, 0]
+
+        xs = tuple(jnp.moveaxis(x, a, 0) for x, a in zip((q, k, v, pos), (3, 2, 2, 1), strict=True))
+        return jnp.moveaxis(jax.lax.scan(step, state, xs)[1], 0, 3)
+
+    return jax.jit(run)
+
+
+def decode(method, d: layer.Data, padding: float = 0.0, window: int | None = None) -> np.ndarray:
+    """One token at a time -> f32[B K G STEPS H]."""
+    return np.asarray(_decoder(method, window)(prefill(method, d, padding), *d.tokens(0, STEPS)))
+
+
+def oracle(d: layer.Data, bits: int, group: int, one_bit="improved", window=None, residual=R) -> np.ndarray:
+    """The same from the paper -> f64[B K G STEPS H]."""
+    q, k, v = (np.asarray(x) for x in (d.q, d.k, d.v))
+    out = np.zeros((*q.shape[:3], STEPS, H))
+    for b, n in enumerate(d.lengths):
+        for h in range(K):
+            row = kivi.Row(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
+            for t in range(STEPS):
+                at = n + t
+                out[b, h, :, t] = row.step(q[b, h, :, at], k[b, h, at], v[b, h, at], window)
+    return out
+
+
+@pytest.mark.parametrize("T0", [1, R - 1, R, R + 1, 2 * R, 3 * R - 1])
+def test_the_oracle_quantises_blocks_of_keys_and_single_values(T0):
+    """Its order is the code's: append, attend, flush; in closed form, with n tokens in a step, the new one included."""
+    x = np.random.default_rng(T0).normal(size=(T0 + 20, H)).astype(np.float32)
+    row = kivi.Row(x[:T0], x[:T0], 2, 4, R)
+    assert (len(row.low_k), len(row.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
+    for n in range(T0 + 1, T0 + 21):
+        row.append(x[n - 1], x[n - 1])
+        assert sorted(row.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
+        assert sorted(row.low_v) == list(range(max(n - 1 - R, 0)))
+        exact = row.seen_keys()[len(row.low_k) :], row.seen_values()[len(row.low_v) :]
+        np.testing.assert_array_equal(exact[0], x[len(row.low_k) : n])
+        np.testing.assert_array_equal(exact[1], x[len(row.low_v) : n])
+        row.flush()
+
+
+def test_the_oracle_by_hand():
+    """Two tokens make a group of keys per channel, two channels a group of values per token; R = 2, 1 bit."""
+    k = np.array([[0, 8], [4, 0]], np.float32)
+    row = kivi.Row(k, k, 1, 2, 2)
+    np.testing.assert_array_equal(row.seen_keys(), [[1, 6], [3, 2]])
+    np.testing.assert_array_equal(row.seen_values(), k)
+    out = row.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
+    np.testing.assert_allclose(out, [[7 / 3, 9 / 3]])
+    np.testing.assert_array_equal(row.seen_values(), [[2, 6], [4, 0], [3, 1]])
+    original = kivi.Row(k, k, 1, 2, 2, "original")
+    np.testing.assert_array_equal(original.seen_keys(), k)
+    two = kivi.Row(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
+    np.testing.assert_array_equal(two.seen_keys(), [[0], [3], [1], [2]])
+
+
+@pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
+def test_kivi_equals_the_paper(bits, group, one_bit):
+    d = batch(seed=bits + group)
+    out = decode(zoo.kivi(bits, group, R, one_bit), d)
+    np.testing.assert_allclose(out, oracle(d, bits, group, one_bit), atol=3e-6)
+
+
+def test_kivi_equals_the_paper_in_a_sliding_window():
+    d = batch(seed=5)
+    out = decode(zoo.kivi(2, 8, R), d, window=11)
+    np.testing.assert_allclose(out, oracle(d, 2, 8, window=11), atol=3e-6)
+
+
+def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
+    d = batch(seed=6, dtype=ml_dtypes.bfloat16)
+    np.testing.assert_allclose(decode(zoo.kivi(2, 8, R), d), oracle(d, 2, 8), atol=0.02)
+
+
+def test_ragged_chunks_over_several_flushes_are_single_steps():
+    """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
+    d, method, T = batch(seed=7), zoo.kivi(2, 8, R), 9
+    extend = jax.jit(lambda s, fresh: method.extend(s, *fresh, T))
+    state, want = prefill(method, d, padding=1e4), oracle(d, 2, 8)
+    done = np.zeros(B, np.int32)
+    for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
+        q, k, v, pos = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
+        real = jnp.asarray(np.arange(T)[None] < np.array(counts)[:, None])
+        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(1e4)) for x in (k, v))
+        out, state = extend(state, (q, k, v, jnp.where(real, pos, jnp.int32(-1))))
+        for b, (first, count) in enumerate(zip(done, counts, strict=True)):
+            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, first : first + count], atol=3e-6)
+        done += np.array(counts, np.int32)
+
+
+def test_what_padding_holds_sets_no_scale():
+    method, clean = zoo.kivi(2, 8, R), batch(seed=8)
+    together = decode(method, clean)
+    for padding in (1e4, np.inf):
+        np.testing.assert_array_equal(decode(method, batch(seed=8, padding=padding), padding), together)
+    for b in (2, 4):  # not yet a block, and one token more than one
+        np.testing.assert_allclose(decode(method, layer.rows(clean, b))[0], together[b], atol=1e-6)
+
+
+def test_the_improved_bit_errs_less_than_the_original():
+    d = batch(seed=9)
+    exact = oracle(d, 1, 8, residual=1000)
+    improved, original = (np.abs(decode(zoo.kivi(1, 8, R, x), d) - exact).mean() for x in ("improved", "original"))
+    assert 0 < improved < 0.8 * original
+
+
+def test_more_bits_err_less():
+    d = batch(seed=10)
+    exact = oracle(d, 1, 8, residual=1000)
+    errors = [np.abs(decode(zoo.kivi(b, g, R), d) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
+    assert all(b < 0.7 * a for a, b in zip(errors, errors[1:], strict=False)) and errors[-1] > 0
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(1, np.float32), (4, np.float16), (8, ml_dtypes.bfloat16)])
+def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
+    d = batch(seed=12, dtype=dtype)
+    some = np.array([0, 1, 5, 8, 11], np.int32)  # of every row, the newest of the shortest included
+    x = jnp.pad(d.k, [(0, 0), (0, 0), (0, CAPACITY - d.k.shape[2]), (0, 0)])
+    slot = np.arange(CAPACITY)[None]
+    pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
+
+    def run(codec, fresh):
+        write = lambda s, xs: (codec.write(s, xs[0][:, :, None], xs[1]), None)  # noqa: E731
+        at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)
+        stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(fresh, 2, 0), at))[0]
+        return codec.decode(stored), codec.rows(stored, jnp.broadcast_to(some, (B, K, len(some))))
+
+    both = [Kivi(bits, 4, axis, R) for axis in ("channel", "token")]
+    got = jax.jit(lambda fresh: [run(codec, fresh) for codec in both])(d.tokens(0, STEPS)[1])
+    assert all(y.dtype == dtype for y in jax.tree.leaves(got))
+    for b, n in enumerate(LENGTHS):
+        k = np.asarray(d.k[b, 0])
+        row = kivi.Row(k[:n], k[:n], bits, 4, R)
+        for t in range(STEPS):  # what the last step reads: what it makes due leaves later
+            row.flush()
+            row.append(k[n + t], k[n + t])
+        for (all_of, rows), want in zip(got, (row.seen_keys(), row.seen_values()), strict=True):
+            np.testing.assert_array_equal(np.asarray(all_of[b, 0, : n + STEPS]).astype(np.float64), want)
+            np.testing.assert_array_equal(np.asarray(rows[b, 0]).astype(np.float64), want[some])
+
+
+def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
+    x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
+    pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
+    return state_bytes(jax.eval_shape(lambda k, p: method.prefill(Block(k, k, p), S), x, pos))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("group", [16, 32, 64])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_bytes_are_the_papers(bits, group, dtype):
+    """Each element takes its bits and its share of a scale and a minimum; each residual token is whole."""
+    wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
+    per_element = bits + 2 * 8 * size / group
+    method = functools.partial(zoo.kivi, bits, group)
+    small, large = (state_of(method(128), S, wide, dtype) for S in (512, 1024))
+    assert small["pinned_host"] == large["pinned_host"] == 0
+    positions = 4 * 3 * 512
+    assert large["device"] - small["device"] == 2 * heads * 512 * wide * per_element / 8 + positions
+    longer = state_of(method(256), 512, wide, dtype)
+    assert longer["device"] - small["device"] == 2 * heads * 128 * wide * size
+    rest = small["device"] - 2 * heads * 512 * wide * per_element / 8 - positions
+    residual = (128 + 129) * heads * wide * size  # a value waits for its successor
+    assert 0 <= rest - residual <= 4 * 3 * 4, "a few counters per row"
+
+
+def test_the_string_is_the_recipe():
+    assert kvjax.parse("kivi:bits=2,group=8,residual=8") == zoo.kivi(2, 8, 8)
+    assert kvjax.parse("kivi") == zoo.kivi(bits=2, group=32, residual=128, one_bit="improved")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: zoo.kivi(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
+        (lambda: zoo.kivi(bits=16, group=8, residual=8), r"\b16\b.*\b8\b"),
+        (lambda: zoo.kivi(bits=0, group=8, residual=8), r"\b0\b.*\b1\b"),
+        (lambda: zoo.kivi(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
+        (lambda: zoo.kivi(group=32, residual=20), r"(?=.*\b20\b).*\b32\b"),
+        (lambda: zoo.kivi(group=0, residual=8), r"\b0\b"),
+        (lambda: zoo.kivi(group=8, residual=0), r"\b0\b.*\b8\b"),
+        (lambda: zoo.kivi(bits=1, group=8, residual=8, one_bit="better"), "better.*|improved"),
+        (lambda: prefill(zoo.kivi(2, 16, 16), batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: prefill(zoo.kivi(2, 3, 6), batch()), r"(?=.*\b3\b)(?=.*\b8\b).*\b[24]\b"),
+    ],
+)
+def test_an_impossible_value_is_an_error_with_its_remedy(make, words):
+    with pytest.raises(KvjaxError, match=words):
+        make()

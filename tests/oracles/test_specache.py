@@ -1,0 +1,230 @@
+"""C7: specache equals the NumPy oracle step by step, guessing or not, on ragged rows and over flushes of keys."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.kv import zoo
+from kvjax.types import Block, KvjaxError
+from tests.contract import layer
+from tests.oracles import specache
+from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, oracle, prefill
+
+SPECS = [(1, 8, 1, "improved", "mean"), (1, 8, 3, "original", "max"), (2, 4, 5, "improved", "mean")]
+
+
+def later(d: layer.Data, tokens) -> layer.Data:
+    return layer.Data(d.q, d.k, d.v, d.lengths + np.asarray(tokens, np.int32))
+
+
+def pair(d: layer.Data, guesses: layer.Data) -> tuple:
+    """What STEPS steps take: each true token beside a guess of the next, which is never what comes."""
+    true, guessed = d.tokens(0, STEPS), guesses.tokens(1, STEPS)
+    stack = lambda i, a: jnp.stack([jnp.moveaxis(x[i], a, 0) for x in (true, guessed)], a + 1)  # noqa: E731
+    return tuple(stack(i, a) for i, a in enumerate((3, 2, 2, 1)))
+
+
+@functools.cache
+def _speculate(method):
+    def step(state, fresh):
+        out, state = method.extend(state, *fresh, 1)
+        return state, out
+
+    def run(state, first, fresh):
+        out, state = method.extend(state, *first, 0)
+        state, outs = jax.lax.scan(step, state, fresh)
+        return out, jnp.moveaxis(outs, 0, 3), state
+
+    return jax.jit(run)
+
+
+def speculate(method, d: layer.Data, guesses: layer.Data, state=None):
+    """Pre-decode and steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
+    state = prefill(method, d) if state is None else state
+    return _speculate(method)(state, d.token(0), pair(d, guesses))
+
+
+def specache_row(d: layer.Data, b: int, h: int, spec: tuple) -> tuple:
+    """The oracle after the prompt, and q, k, v of row b and head h by position."""
+    bits, group, topk, one_bit, reduce = spec
+    q, k, v = (np.asarray(x[b, h]) for x in (d.q, d.k, d.v))
+    n = d.lengths[b]
+    return specache.Row(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
+
+
+def specache_of(spec: tuple, **more):
+    bits, group, topk, one_bit, reduce = spec
+    return zoo.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
+
+
+def wanted(d: layer.Data, guesses: layer.Data, spec: tuple, turns: int = 1) -> tuple:
+    """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
+    first, out = np.zeros((turns, B, K, G, H)), np.zeros((turns, B, K, G, STEPS, 2, H))
+    for b, h in np.ndindex(B, K):
+        row, true = specache_row(d, b, h, spec)
+        _, guess = specache_row(guesses, b, h, spec)
+        for i in range(turns):
+            at = d.lengths[b] + i * STEPS
+            first[i, b, h] = row.pre_decode(*true(at))
+            for t in range(STEPS):
+                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = row.step(*true(at + t), guess(at + t + 1))
+    return first, out
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_speculative_loop_equals_the_paper(spec):
+    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
+    first, out, _ = speculate(specache_of(spec), d, guesses)
+    want_first, want = wanted(d, guesses, spec)
+    np.testing.assert_allclose(first[:, :, :, 0], want_first[0], atol=3e-6)
+    np.testing.assert_allclose(out, want[0], atol=3e-6)
+
+
+def test_a_second_turn_goes_on_from_the_first():
+    """It begins with a pre-decode step of its own; one row stands at the end of a block of keys."""
+    spec = SPECS[1]
+    d, guesses, method = batch(seed=3, fresh=2 * STEPS), batch(seed=4, fresh=2 * STEPS + 1), specache_of(spec)
+    want_first, want = wanted(d, guesses, spec, 2)
+    state = speculate(method, d, guesses)[2]
+    first, out, _ = speculate(method, later(d, STEPS), later(guesses, STEPS), state)
+    np.testing.assert_allclose(first[:, :, :, 0], want_first[1], atol=3e-6)
+    np.testing.assert_allclose(out, want[1], atol=3e-6)
+
+
+@functools.cache
+def _chunk(method):
+    return jax.jit(lambda state, fresh: method.extend(state, *fresh, fresh[0].shape[3]))
+
+
+def test_without_speculation_it_equals_the_paper():
+    spec, d = SPECS[1], batch(seed=5)
+    method = specache_of(spec, speculative=False)
+    out, _ = _chunk(method)(prefill(method, d), d.tokens(0, STEPS))
+    want = np.zeros((B, K, G, STEPS, H))
+    for b, h in np.ndindex(B, K):
+        row, true = specache_row(d, b, h, spec)
+        for t in range(STEPS):
+            want[b, h, :, t] = row.step_without_guessing(*true(d.lengths[b] + t))
+    np.testing.assert_allclose(out, want, atol=3e-6)
+
+
+def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
+    """A plain ragged chunk: row b brings counts[b] tokens; padding neither counts nor fetches."""
+    spec = SPECS[1]
+    d, method = batch(seed=6), specache_of(spec)
+    state = prefill(method, d, padding=1e4)
+    counts, done = [2, 0, 9, 8, STEPS, 1, 7], np.zeros(B, np.int32)
+    rows = {(b, h): specache_row(d, b, h, spec) for b, h in np.ndindex(B, K)}
+    for part in (counts, [STEPS - c for c in counts]):
+        now = later(d, done)
+        q, k, v, pos = now.tokens(0, STEPS)
+        real = jnp.asarray(np.arange(STEPS)[None] < np.array(part)[:, None])
+        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(1e4)) for x in (k, v))
+        out, state = _chunk(method)(state, (q, k, v, jnp.where(real, pos, jnp.int32(-1))))
+        for (b, h), (row, true) in rows.items():
+            for t in range(part[b]):
+                want, _ = row.step(*true(now.lengths[b] + t))
+                np.testing.assert_allclose(out[b, h, :, t], want, atol=3e-6)
+        done += np.array(part, np.int32)
+
+
+def test_when_all_rows_are_fetched_it_is_exact_attention():
+    d, guesses = batch(seed=7), batch(seed=8, fresh=STEPS + 1)
+    exact = oracle(d, 1, 8, residual=1000)
+    _, out, _ = speculate(zoo.specache(1, 8, 50, R), d, guesses)
+    np.testing.assert_allclose(out[:, :, :, :, 0], exact, atol=3e-6)
+    method = zoo.specache(1, 8, 50, R, speculative=False)
+    out, _ = _chunk(method)(prefill(method, d), d.tokens(0, STEPS))
+    np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
+def test_what_padding_holds_changes_nothing():
+    d, guesses, method = batch(seed=9), batch(seed=10, fresh=STEPS + 1), specache_of(SPECS[0])
+    _, clean, _ = speculate(method, d, guesses)
+    for padding in (1e4, np.inf):
+        dirty = batch(seed=9, padding=padding)
+        _, out, _ = speculate(method, dirty, guesses, prefill(method, dirty, padding))
+        np.testing.assert_array_equal(out, clean)
+
+
+def test_the_oracle_by_hand():
+    """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; what a guess likes best, the next step reads exactly."""
+    ask, key, value = lambda x: np.array([[x * 2**0.5, 0]]), lambda x: np.array([x, 0.0]), lambda x: np.array([x, x])
+    e, close = np.exp, functools.partial(np.testing.assert_allclose, rtol=1e-12)
+    row = specache.Row(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
+    out = row.pre_decode(ask(1), key(0.0), value(0.0))
+    close(out[0], (e(1) * 10 + e(3) * 20) / (e(1) + e(3) + 1))
+    assert row.fetched == [1] and len(row.low.k) == 2, "the token is not kept yet"
+    out, ahead = row.step(ask(1), key(0.0), value(0.0), (ask(-1), key(2.0), value(5.0)))
+    close(out[0], (e(1) * 10 + e(4) * 20) / (e(1) + e(4) + 1))
+    close(ahead[0], (e(-1) * 10 + e(-4) * 20 + e(-2) * 5) / (e(-1) + e(-4) + 1 + e(-2)))
+    assert row.fetched == [0] and len(row.low.k) == 3, "the guess is not kept"
+    row.step(ask(1), key(9.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert row.fetched == [3], "the block that this step completed is a candidate"
+    row.step(ask(1), key(10.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert row.fetched == [3], "what stays exact is not"
+
+
+def test_the_oracle_sees_each_choice():
+    """Every parameter changes what the oracle computes on this data: equality with it means something."""
+    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
+    base = (1, 8, 2, "improved", "mean")
+    others = [(2, *base[1:]), (1, 4, *base[2:]), (1, 8, 3, *base[3:])]
+    others += [(*base[:3], "original", "mean"), (*base[:4], "max")]
+    out = wanted(d, guesses, base)[1][0]
+    for other in others:
+        assert np.abs(wanted(d, guesses, other)[1][0] - out).max() > 1e-3
+    assert np.abs(out[..., 0, :] - oracle(d, 1, 8)).max() > 1e-3, "and so does fetching"
+    assert np.abs(wanted(d, batch(seed=20, fresh=STEPS + 1), base)[1][0][..., 0, :] - out[..., 0, :]).max() > 1e-3
+
+
+def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
+    """Bytes of the state, {on the host: bytes}; nothing is compiled."""
+    x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
+    pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
+    total = {True: 0, False: 0}
+    for leaf in jax.make_jaxpr(lambda k, p: method.prefill(Block(k, k, p), S))(x, pos).out_avals:
+        total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
+    return total
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(1, 32), (1, 64), (2, 32), (2, 64)])
+def test_bytes_are_the_papers(bits, group, dtype):
+    """Everything on the host, the low-bit copy and 2 x topk rows on the device."""
+    wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
+    method = functools.partial(zoo.specache, bits, group)
+    small, large = (sizes(method(64, 64), S, wide, dtype) for S in (512, 1024))
+    assert small[True] == 2 * heads * 512 * wide * size
+    assert large[True] == 2 * heads * 1024 * wide * size
+    low = 2 * heads * 512 * wide * (bits + 16 * size / group) / 8
+    assert large[False] - small[False] == low + 4 * 3 * 512
+    fewer = sizes(method(16, 64), 512, wide, dtype)
+    assert small[False] - fewer[False] == heads * 48 * (2 * wide * size + 4)
+
+
+def test_the_string_is_the_recipe():
+    text = "specache:bits=1,group=8,topk=4,residual=8,speculative=false,reduce=max"
+    assert kvjax.parse(text) == zoo.specache(1, 8, 4, 8, speculative=False, reduce="max")
+    assert kvjax.parse("specache") == zoo.specache(1, 32, 64, 64, True, "improved", "mean")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: zoo.specache(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
+        (lambda: zoo.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
+        (lambda: zoo.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
+        (lambda: zoo.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
+        (lambda: prefill(zoo.specache(group=16, residual=16), batch()), r"(?=.*\b16\b).*\b8\b"),
+    ],
+)
+def test_an_impossible_value_is_an_error_with_its_remedy(make, words):
+    with pytest.raises(KvjaxError, match=words):
+        make()
