@@ -27,13 +27,20 @@ UNEMBED = Program(forward.unembed, static=("setting",))
 EXTEND = Program(forward.extend, static=("setting",))
 
 
-def setting(model: Model, method: Method | None = None, capacity: int = 0) -> Setting:
-    """What programs of this model under this method are compiled for."""
+def setting(
+    model: Model, method: Method | None = None, capacity: int = 0, prompts: Sequence[int] | np.ndarray | None = None
+) -> Setting:
+    """What programs of this model under this method are compiled for; prompts: their lengths, for a prefill."""
     if method is None:
         return Setting(model.config, mesh=model.mesh)
     if method.uses_host:
         memory.require_host_memory()
-    return Setting(model.config, method.plan(model.config.layers), capacity, model.mesh)
+    plan, slots = method.plan(model.config), ()
+    if prompts is not None:
+        lengths = {int(n) for n in prompts}
+        room = round_up(capacity - max(lengths))
+        slots = tuple(min(capacity, max(map(layer.kept, lengths)) + room) for layer in plan)
+    return Setting(model.config, plan, capacity, slots, model.mesh)
 
 
 def place(model: Model, x: np.ndarray, axes: str) -> Array:
@@ -78,7 +85,8 @@ def prefill(
     capacity = room(ids, capacity, 0 if capacity is not None else 128)
     if chunk is not None:
         return _prefill_chunks(model, ids, method, capacity, chunk, progress)
-    return PREFILL(params=model.params, **inputs(model, *pad(ids)), setting=setting(model, method, capacity))
+    s = setting(model, method, capacity, [len(row) for row in ids])
+    return PREFILL(params=model.params, **inputs(model, *pad(ids)), setting=s)
 
 
 def inputs(model: Model, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, Array]:
@@ -104,8 +112,10 @@ def fresh_inputs(model: Model, ids: Sequence[Sequence[int]], state: State, extra
 def _prefill_chunks(model, ids, method, capacity, chunk, progress):
     if chunk < 1:
         raise KvjaxError(f"chunk must be at least 1 token, got {chunk}")
-    s = setting(model, method, capacity)
     tokens, lengths = pad(ids, round_up(max(map(len, ids)), chunk))
+    s = setting(model, method, capacity, lengths)
+    if any(m.restricted for m in s.plan):
+        raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
     place_lengths = place(model, lengths, "B")
     past = forward.start_chunks(len(ids), tokens.shape[1], model.dtype, s)
     starts = range(0, tokens.shape[1], chunk)
@@ -120,8 +130,8 @@ def _prefill_chunks(model, ids, method, capacity, chunk, progress):
     dense, layers = list(past.layers), []
     del past
     while dense:  # one layer's dense arrays are freed before the next layer is encoded
-        k, v = dense.pop(0)
-        layers.append(ENCODE(k=k, v=v, lengths=place_lengths, layer=len(layers), setting=s))
+        k, v, q = dense.pop(0)
+        layers.append(ENCODE(k=k, v=v, q=q, lengths=place_lengths, layer=len(layers), setting=s))
     return out, State(tuple(layers), place_lengths, capacity)
 
 

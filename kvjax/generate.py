@@ -161,7 +161,7 @@ def _start(model, prompts, method, s, *, max_new_tokens, seed, eos_ids, capacity
 def _first_pass(model, ids, method, max_new_tokens, capacity, state):
     """The program that runs the prompts, its arguments, its setting, and its compile time."""
     if state is None:
-        setting = api.setting(model, method, api.room(ids, capacity, max_new_tokens))
+        setting = api.setting(model, method, api.room(ids, capacity, max_new_tokens), [len(row) for row in ids])
         program, args = api.PREFILL, api.inputs(model, *pad(ids))
     else:
         if capacity is not None:

@@ -80,12 +80,13 @@ def memory_alone(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list
 
 def random_state(model: kvjax.Model, method: kvjax.Method, tokens: int, room: int) -> State:
     """The state that a prompt of `tokens` tokens with random keys and values would leave."""
-    c, setting = model.config, api.setting(model, method, tokens + room)
+    c, setting = model.config, api.setting(model, method, tokens + room, [tokens])
     length, layers = jnp.full((1,), tokens, jnp.int32), []
+    q = jnp.zeros((1, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
     for i in range(c.layers):
         shape, keys = (1, c.kv_heads, tokens, c.head_dim), jax.random.split(jax.random.key(i))
         k, v = (jax.random.normal(key, shape, model.dtype) for key in keys)
-        layers.append(api.ENCODE(k=k, v=v, lengths=length, layer=i, setting=setting))
+        layers.append(api.ENCODE(k=k, v=v, q=q, lengths=length, layer=i, setting=setting))
     return State(tuple(layers), length, setting.capacity)
 
 

@@ -1,12 +1,14 @@
-"""Bytes, read off the state."""
+"""Bytes and kept tokens, read off the state."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import numpy as np
 
 from kvjax import memory
+from kvjax.kv.state import State
 
 
 def state_bytes(state: Any) -> dict[str, int]:
@@ -15,3 +17,14 @@ def state_bytes(state: Any) -> dict[str, int]:
     for x in jax.tree.leaves(state):
         total[memory.kind(x)] += x.size * x.dtype.itemsize
     return total
+
+
+def kept_positions(state: State) -> list[list[list[np.ndarray]]]:
+    """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the state holds."""
+
+    def layer(pos, heads):
+        pos = np.broadcast_to(np.asarray(pos), (pos.shape[0], heads, pos.shape[2]))
+        return [[np.sort(head[head >= 0]) for head in row] for row in pos]
+
+    heads = max(s.pos.shape[1] for s in state.layers)
+    return [layer(s.pos, heads) for s in state.layers]

@@ -15,6 +15,14 @@ def compose(a: Method, b: Method) -> Method:
 
     A codec and a placement combine (`Host(Plain())` with an `x` on the device is `Host(x)`).
     """
+    for x, y in ((a, b), (b, a)):
+        if not getattr(x, "composable", False):
+            if y == Method():
+                return x
+            raise IncompatibleMethod(
+                f"{x.name or x} decides itself, at every step, what is kept and read, so {y.name or y} finds no slot to "
+                "fill; leave one of them out"
+            )
     default = Method()
     merged: dict[str, Any] = {}
     for field in dataclasses.fields(Method):

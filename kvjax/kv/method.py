@@ -12,19 +12,27 @@ from jax import lax
 from kvjax import memory
 from kvjax.attention import attend_dense, combine, merge
 from kvjax.kv.codecs import Codec, Host, Plain
+from kvjax.kv.crush import Rest
+from kvjax.kv.eviction import Eviction
 from kvjax.kv.readers import Full, Reader
 from kvjax.kv.state import LayerState
-from kvjax.types import Array, Block, KvjaxError
+from kvjax.models.config import Config
+from kvjax.observe import Obs
+from kvjax.types import Array, Block, IncompatibleMethod, KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
     """What is stored where, and what a query reads; every combination is a value.
 
-    k, v: codecs of keys and values. read: which slots a query reads. device_layers: so many first layers stay on the
-    device and are read in full (KCache, section 4.1). name: how reports call it.
+    select: which of a prompt's tokens are kept at all; what is decoded is kept in any case, one row a token. rest: how
+    a share of the selection goes to tokens that stand for the lost ones. k, v: codecs of keys and values. read: which
+    slots a query reads. device_layers: so many first layers stay on the device and are read in full (KCache, section
+    4.1). name: how reports call it.
     """
 
+    select: Eviction | None = None
+    rest: Rest | None = None
     k: Codec = Plain()
     v: Codec = Plain()
     read: Reader = Full()
@@ -34,6 +42,14 @@ class Method:
     def __post_init__(self):
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
+
+    restricted = False  # the prompt's attention is exact
+    composable = True  # its slots can be filled by another method
+
+    @property
+    def queries(self) -> int | None:
+        """How many of a row's last prompt queries `prefill` wants to see; None: all."""
+        return self.select.scorer.queries if self.select else 0
 
     @property
     def uses_host(self) -> bool:
@@ -45,20 +61,33 @@ class Method:
         """Guessed tokens that each decode step carries beside the true one."""
         return self.read.lookahead
 
-    def plan(self, layers: int) -> tuple[Method, ...]:
+    def plan(self, config: Config) -> tuple[Method, ...]:
         """One method per layer."""
+        layers = config.layers
         if self.device_layers > layers:
             raise KvjaxError(f"device_layers={self.device_layers} but the model has {layers} layers; use 0..{layers}")
-        first = dataclasses.replace(
-            self, k=self.k.on_device(), v=self.v.on_device(), read=Full(), device_layers=0, name=""
-        )
+        if self.rest and not self.select:
+            raise IncompatibleMethod(
+                f"{self.name or self.rest} spends a share of an eviction method's budget and has none to stand on; "
+                "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
+            )
         rest = dataclasses.replace(self, device_layers=0, name="")
-        return (first,) * self.device_layers + (rest,) * (layers - self.device_layers)
+        first = dataclasses.replace(rest, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        plan = (first,) * self.device_layers + (rest,) * (layers - self.device_layers)
+        if not self.select:
+            return plan
+        return tuple(dataclasses.replace(m, select=self.select.at(i, config)) for i, m in enumerate(plan))
 
-    def prefill(self, block: Block, capacity: int) -> LayerState:
-        """The state after a prompt: block [B K T H], rows left-aligned, with room for `capacity` tokens in all."""
+    def kept(self, length: int) -> int:
+        """Slots that a prompt of this many tokens takes in this layer."""
+        return self.select.kept(length) if self.select else length
+
+    def prefill(self, block: Block, slots: int, obs: Obs | None = None) -> LayerState:
+        """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries obs; `slots` are needed."""
+        if self.select:
+            block = self.select(block, obs, min(slots, block.pos.shape[2]), self.rest)
         unit = math.lcm(self.k.unit, self.v.unit, self.read.unit)
-        grow = [(0, 0), (0, 0), (0, -(-capacity // unit) * unit - block.pos.shape[2])]
+        grow = [(0, 0), (0, 0), (0, -(-slots // unit) * unit - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*grow, (0, 0)]) for x in (block.k, block.v))
         block = Block(k, v, jnp.pad(block.pos, grow, constant_values=-1))
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)

@@ -6,12 +6,21 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
+from kvjax.kv import budgets, scorers
 from kvjax.kv.codecs import Host, Plain
+from kvjax.kv.crush import KVCrush
+from kvjax.kv.eviction import Eviction, unit_of
+from kvjax.kv.heavy import H2O
+from kvjax.kv.infllm import InfLLM
 from kvjax.kv.kivi import Kivi
+from kvjax.kv.kmeans import KMeans
 from kvjax.kv.method import Method
 from kvjax.kv.readers import TopV
+from kvjax.kv.scissorhands import Scissorhands
 from kvjax.kv.specache import Speculative
+from kvjax.kv.streaming import StreamingLLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +28,7 @@ class Recipe:
     """A published method: how to make it, and where it comes from."""
 
     name: str
-    make: Callable[..., Method]
+    make: Callable[..., Any]
     source: str
 
     @property
@@ -37,11 +46,11 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(source: str):
-    """Registers a function that returns a Method, with its citation, under the function's name."""
+    """Registers a function that returns a method, with its citation, under the function's name."""
 
     def register(make):
         @functools.wraps(make)
-        def named(*args, **kwargs) -> Method:
+        def named(*args, **kwargs):
             given = inspect.signature(make).bind(*args, **kwargs).arguments
             text = ",".join(f"{k}={v}" for k, v in given.items())
             return dataclasses.replace(make(*args, **kwargs), name=make.__name__ + (f":{text}" if text else ""))
@@ -109,3 +118,160 @@ def specache(
     low = lambda axis: Kivi(bits, group, axis, residual, one_bit)  # noqa: E731
     read = Speculative(topk, low("channel"), low("token"), reduce, speculative)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)
+
+
+def _evict(scorer, budget, sinks: int, recent: int, unit: str, per: str) -> Method:
+    budget = budgets.Uniform(budget) if isinstance(budget, int) else budget
+    return Method(select=Eviction(scorer, budget, sinks, recent, unit_of(unit), per))
+
+
+@recipe("SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs")
+def snapkv(
+    budget: int = 1024,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "max",
+    reduce: str = "mean",
+    reduce_first: bool = False,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps its window and the tokens that the window's queries attend to most, pooled.
+
+    budget: prompt tokens kept per layer and key/value head, the window included; what is decoded is kept too, one row a
+    token. window, kernel, pool: the last queries, and the pooling over neighbours, "max" or "avg" (the class in the
+    authors' code: 64, 5, avg). reduce, reduce_first: over a key/value head's query heads, mean or max, before or
+    after pooling. unit: "token", or "chunk8", "page32" and the like. per: "head", or "layer" for one set for all heads.
+    """
+    return _evict(scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per)
+
+
+@recipe("PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts")
+def pyramidkv(
+    budget: int = 1024,
+    window: int = 8,
+    kernel: int = 7,
+    pool: str = "max",
+    beta: int = 20,
+    rule: str = "authors",
+    reduce: str = "mean",
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """SnapKV's choice with many tokens in the first layers and few in the last, `budget` a layer on average.
+
+    beta: how much steeper than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the
+    budget), or "peer", kvpress' floating-point form. The others as in `snapkv`.
+    """
+    scorer = scorers.Window(window, kernel, pool, reduce)
+    return _evict(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per)
+
+
+@recipe("H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485")
+def accumulated(
+    budget: int = 1024,
+    recent: int = 8,
+    normalise: str = "none",
+    decay: float = 1.0,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps the tokens that received most attention in it, and the recent ones.
+
+    normalise: "none", the sum over all queries (KVCache-Factory's H2O), or "visible", divided by the number of queries
+    that could see the token (kvpress' observed attention; there with recent=0). decay: A2SF's forgetting factor.
+    budget, unit, per as in `snapkv`. The method of the H2O paper evicts at every step: `h2o`.
+    """
+    return _evict(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per)
+
+
+@recipe("Devoto et al. 2024, arXiv 2406.11430")
+def keynorm(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+    """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
+    return _evict(scorers.KeyNorm(), budget, sinks, recent, unit, per)
+
+
+@recipe("the baseline of chance")
+def random(budget: int = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
+    """After the prompt each head keeps tokens drawn by seed, head and position."""
+    return _evict(scorers.Random(seed), budget, sinks, recent, unit, "head")
+
+
+@recipe("StreamingLLM as a prompt-only baseline (KVCache-Factory, kvpress)")
+def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
+    """After the prompt only its first and last tokens stay, at their true positions; all that is decoded stays too."""
+    return _evict(scorers.Random(), budget, sinks, max(budget - sinks, 0), "token", "layer")
+
+
+@recipe("KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C")
+def kvcrush(
+    share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0
+) -> Method:
+    """Over an eviction method: a share of its budget goes to tokens that stand for the evicted ones.
+
+    Use it as in 'snapkv:budget=256 + kvcrush'. share: of what the budget leaves beside sinks and recents (the paper:
+    0.25 on LongBench, 0.2 to 0.5 best). anchor: "random", "mean", "alternate", "zeros" or "ones". rule: "buckets",
+    "stride" or "bins"; bits: "heads" (the paper) or "positions" (OpenVINO); both are explained in `crush.KVCrush`.
+    """
+    return Method(rest=KVCrush(share, anchor, rule, bits, seed))
+
+
+@recipe("the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C")
+def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
+    """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.
+
+    features: "keys", or "bits", those of kvcrush. The paper does not say which.
+    """
+    return Method(rest=KMeans(share, iterations, features, seed))
+
+
+@recipe("StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2")
+def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> StreamingLLM:
+    """The first and the most recent tokens, in constant memory for a text without end.
+
+    reindex: positions are indices inside the cache (the paper); False: true positions. A prompt is attended in full.
+    """
+    return StreamingLLM(recent, sinks, reindex)
+
+
+@recipe("H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485")
+def h2o(
+    heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
+) -> H2O:
+    """Heavy hitters and recent tokens, chosen again at every step, in constant memory.
+
+    heavy, recent: tokens (the paper: a tenth of the prompt each). decay: of all scores, each step. normalise: "none"
+    (the paper) or "visible-count". granularity: "kv", each key/value head its own tokens, or "layer".
+    """
+    return H2O(heavy, recent, decay, normalise, granularity)
+
+
+@recipe("Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4")
+def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Scissorhands:
+    """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
+
+    history: so many last steps count. recent: tokens that always stay. drop: share of the budget that goes at a time.
+    """
+    return Scissorhands(budget, history, recent, drop)
+
+
+@recipe("InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3")
+def infllm(
+    block: int = 128,
+    sinks: int = 128,
+    local: int = 4096,
+    topk: int = 16,
+    representatives: int = 4,
+    chunk: int = 512,
+    per_head: bool = False,
+) -> InfLLM:
+    """Sinks, a window, and the topk most relevant blocks of the past, which live in pinned host memory.
+
+    block: tokens of a block. local: the window. representatives: tokens whose mean key stands for a block. chunk:
+    tokens processed at a time; the attention of the prompt is restricted too. per_head: a choice of blocks per
+    key/value head instead of one per layer.
+    """
+    return InfLLM(block, sinks, local, topk, representatives, chunk, per_head)

@@ -78,8 +78,8 @@ class Layer(nn.Module):
 
 
 def pick(x: Array, last: Array | None) -> Array:
-    """x [B T ...] at index last i32[B] of each row, [B 1 ...]; all of x without it."""
-    return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(1, x.ndim)), 1)
+    """x [B T ...] at indices last i32[B Q] of each row, [B Q ...]; all of x without it."""
+    return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(2, x.ndim)), 1)
 
 
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
@@ -92,8 +92,8 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
 class Decoder(nn.Module):
     """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states).
 
-    last i32[B]: of each row only the hidden state [B 1 D] at this index is wanted. The last layer then makes keys and
-    values of all tokens, and a query of this one only.
+    last i32[B Q]: of each row only the hidden states [B Q D] at these indices are wanted. The last layer then makes
+    keys and values of all tokens, and queries of these only.
     """
 
     config: Config

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kv import LayerState, Method
+from kvjax.models import Config
+from kvjax.observe import Obs
 from kvjax.types import Block
 
 B, K, G, H = 3, 2, 2, 32
@@ -58,25 +60,55 @@ def rows(d: Data, b: int) -> Data:
     return Data(d.q[b : b + 1], d.k[b : b + 1], d.v[b : b + 1], d.lengths[b : b + 1])
 
 
-def prefill(method: Method, d: Data, padding: float = 0.0, capacity: int = CAPACITY) -> LayerState:
+CONFIG = Config(vocab_size=2, width=8, layers=1, heads=K * G, kv_heads=K, head_dim=H, mlp_width=8)
+
+
+def bound(method: Any) -> Any:
+    """The method of the only layer of a model."""
+    return method.plan(CONFIG)[0]
+
+
+def slots(method: Any, lengths: np.ndarray, capacity: int = CAPACITY) -> int:
+    """What a prefill has to make room for, so that the longest row can grow to `capacity` tokens."""
+    return max(bound(method).kept(int(n)) for n in lengths) + capacity - int(LENGTHS.max())
+
+
+def prefill(method: Any, d: Data, padding: float = 0.0, capacity: int = CAPACITY) -> Any:
     """The state after the prompts; beyond each prompt the block holds `padding`."""
+    method, n = bound(method), slots(method, d.lengths, capacity)
     T = int(d.lengths.max())
     pos = np.arange(T)[None] < d.lengths[:, None]
     keep = jnp.asarray(pos)[:, None, :, None]
     k, v = (jnp.where(keep, x[:, :, :T], jnp.asarray(padding, x.dtype)) for x in (d.k, d.v))
-    pos = jnp.asarray(np.where(pos, np.arange(T)[None], -1), jnp.int32)[:, None]
-    return jax.jit(lambda k, v, p: method.prefill(Block(k, v, p), capacity))(k, v, pos)
+    q = jnp.where(keep[:, :, None], d.q[:, :, :, :T], jnp.asarray(padding, d.q.dtype))
+    pos = jnp.asarray(np.where(pos, np.arange(T)[None], -1), jnp.int32)
+    if method.restricted:
+        empty = method.empty(B_of(k), n, k.dtype)
+        return jax.jit(lambda s, *x: method.extend(s, *x, T)[1])(empty, q, k, v, pos)
+    return jax.jit(lambda q, k, v, p: method.prefill(Block(k, v, p[:, None]), n, shown(method, q, p)))(q, k, v, pos)
 
 
-def step(method: Method, window: int | None = None):
-    """extend for one committed token, as a function of (state, fresh token)."""
-    return lambda state, fresh: method.extend(state, *fresh, 1, window)
+def shown(method: Any, q: jax.Array, pos: jax.Array) -> Obs | None:
+    """The queries [B K G T H] that the method wants to see."""
+    if method.queries == 0:
+        return None
+    if method.queries is None:
+        return Obs(q, pos)
+    at = pos.max(1, keepdims=True) + 1 - method.queries + jnp.arange(method.queries, dtype=jnp.int32)[None]
+    q = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], 3)
+    return Obs(q, jnp.maximum(at, -1))
 
 
-def run(method: Method, d: Data, window: int | None = None, state: LayerState | None = None) -> np.ndarray:
+def extend(method: Any, commit: int = 1, window: int | None = None):
+    """extend as a function of (state, fresh tokens)."""
+    method = bound(method)
+    return lambda state, fresh: method.extend(state, *fresh, commit, window)
+
+
+def run(method: Any, d: Data, window: int | None = None, state: Any = None) -> np.ndarray:
     """All decode steps one by one -> f32[B K G STEPS H]."""
     state = prefill(method, d) if state is None else state
-    f = jax.jit(step(method, window))
+    f = jax.jit(extend(method, window=window))
     outs = []
     for t in range(STEPS):
         out, state = f(state, d.token(t))

@@ -6,9 +6,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from kvjax.kv import Method, compose, zoo
 from kvjax.types import IncompatibleMethod
+from tests.contract.layer import LENGTHS
+
+LONGEST = int(LENGTHS.max())
 
 Count = Callable[[int, int, int, int, int], int]
 """(B, K, S, H, itemsize) -> bytes."""
@@ -36,24 +40,35 @@ class Row:
     """A method, the same at its exact limit (from decode step `exact_from` on), and what the recipe says it takes.
 
     k, v: what keys and values take. host: which of "kv" are on the host. beside: what the reader keeps on the device.
-    All this is from the recipe: not from the code.
+    budget: prompt tokens that stay. per_head: whether each head has its own. constant: slots that never grow, and
+    marks: bytes beside each of them (per key/value head). All this is from the recipe: not from the code.
     """
 
-    method: Method
-    limit: Method
+    method: Any
+    limit: Any
     k: Held = PLAIN
     v: Held = PLAIN
     host: frozenset = frozenset()
     beside: Count = NOTHING
     unit: int = 1
     exact_from: int = 0
+    budget: int | None = None
+    per_head: bool = False
+    constant: int | None = None
+    marks: int = 0
 
     def bytes(self, B: int, K: int, S: int, H: int, size: int) -> dict[str, int]:
         """Of one layer's state, by memory kind."""
+        if self.constant is not None:
+            each = (4 if self.per_head else 0) + self.marks
+            shared = 0 if self.per_head else 4 * B * self.constant
+            return {"device": B * K * self.constant * (2 * H * size + each) + shared, "pinned_host": 0}
+        if self.budget is not None:
+            S += min(self.budget, LONGEST) - LONGEST
         unit = math.lcm(self.unit, self.k.unit, self.v.unit)
         S = -(-S // unit) * unit
         args, held = (B, K, S, H, size), {"k": self.k, "v": self.v}
-        book = 4 * B * S + 4 * B  # positions of the slots, and one length per row
+        book = 4 * B * S * (K if self.per_head else 1) + 4 * B  # positions of the slots, and one length per row
         moves = {name: h.moves(*args) for name, h in held.items()}
         stays = sum(h.stays(*args) for h in held.values()) + self.beside(*args) + book
         on_host = sum(moves[name] for name in self.host)
@@ -97,12 +112,27 @@ def _specache(bits: int = 1, topk: int = 3, group: int = 4, residual: int = 4, *
     )
 
 
+def _evicts(make: Callable[[int], Method], budget: int, rest: Method | None = None, **fields) -> Row:
+    over = lambda m: compose(m, rest) if rest else m  # noqa: E731
+    return Row(over(make(budget)), over(make(100)), budget=budget, **{"per_head": True, **fields})
+
+
+def _snapkv(budget: int) -> Method:
+    return zoo.snapkv(budget, window=2, kernel=3)
+
+
+def _paged(budget: int) -> Method:
+    return zoo.accumulated(budget, recent=2, sinks=2, unit="page2")
+
+
 MAIN: dict[str, Row] = {
     "full": Row(zoo.full(), zoo.full()),
     "offload": Row(zoo.offload(), zoo.offload(), host=frozenset("kv")),
     "kcache": _kcache(),
     "kivi 4 bits": _kivi(4),
     "specache": _specache(),
+    "snapkv": _evicts(_snapkv, 6),
+    "h2o": Row(zoo.h2o(3, 2), zoo.h2o(90, 10), constant=5, per_head=True, marks=4),
 }
 
 ROWS: dict[str, Row] = {
@@ -113,6 +143,24 @@ ROWS: dict[str, Row] = {
     "kivi 1 bit": _kivi(1),
     "specache 2 bits max": _specache(2, reduce="max"),
     "specache waiting": _specache(speculative=False),
+    "pyramidkv": _evicts(lambda budget: zoo.pyramidkv(budget, window=2, kernel=3, pool="avg"), 6),
+    "accumulated": _evicts(lambda budget: zoo.accumulated(budget, recent=2, normalise="visible", decay=0.9), 5),
+    "keynorm per layer": _evicts(lambda budget: zoo.keynorm(budget, per="layer"), 5, per_head=False),
+    "random": _evicts(lambda budget: zoo.random(budget, sinks=1, recent=1), 5),
+    "sinks and recent": _evicts(lambda budget: zoo.sinks_and_recent(budget, sinks=2), 5, per_head=False),
+    "kvcrush": _evicts(_snapkv, 7, zoo.kvcrush(0.5)),
+    "kvcrush in pages": _evicts(_paged, 8, zoo.kvcrush(0.5, anchor="mean", rule="stride", bits="positions")),
+    "kmeans": _evicts(_snapkv, 7, zoo.kmeans(0.5, iterations=2)),
+    "streaming_llm": Row(zoo.streaming_llm(3, 2), zoo.streaming_llm(90, 2), constant=6),
+    "streaming_llm at true positions": Row(
+        zoo.streaming_llm(3, 2, reindex=False), zoo.streaming_llm(90, 2, reindex=False), constant=6
+    ),
+    "h2o per layer": Row(
+        zoo.h2o(3, 2, 0.9, "visible-count", "layer"), zoo.h2o(90, 10), constant=5, per_head=True, marks=4
+    ),
+    "scissorhands": Row(
+        zoo.scissorhands(6, history=4, recent=2), zoo.scissorhands(90, recent=2), constant=6, per_head=True, marks=4
+    ),
 }
 
 
@@ -132,6 +180,10 @@ def pair(x: Row, y: Row) -> Row | IncompatibleMethod:
         fuller(x.beside, y.beside, NOTHING),
         math.lcm(x.unit, y.unit),
         max(x.exact_from, y.exact_from),
+        x.budget if y.budget is None else y.budget,
+        x.per_head or y.per_head,
+        x.constant if y.constant is None else y.constant,
+        x.marks or y.marks,
     )
 
 

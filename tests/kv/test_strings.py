@@ -9,6 +9,7 @@ import pytest
 from kvjax.kv import Method, compose, parse, parse_many, zoo
 from kvjax.kv.codecs import Host, Plain
 from kvjax.kv.readers import TopV
+from kvjax.testing import toy_model
 from kvjax.types import IncompatibleMethod, KvjaxError
 
 
@@ -37,9 +38,9 @@ def test_two_fillings_of_one_slot_are_refused():
 
 
 def test_the_plan_keeps_the_first_layers_on_the_device():
-    plan = zoo.kcache(n=8, device_layers=2).plan(3)
+    plan = zoo.kcache(n=8, device_layers=2).plan(toy_model().config)
     assert plan == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
-    assert dataclasses.replace(zoo.kcache(), device_layers=0).plan(1)[0].uses_host
+    assert dataclasses.replace(zoo.kcache(), device_layers=0).plan(toy_model(layers=1).config)[0].uses_host
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,12 @@ def test_ragged_chunks_over_several_flushes_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
     d, method, T = batch(seed=7), zoo.kivi(2, 8, R), 9
     extend = jax.jit(lambda s, fresh: method.extend(s, *fresh, T))
-    state, want = prefill(method, d, padding=1e4), oracle(d, 2, 8)
+    state, want = prefill(method, d, padding=np.inf), oracle(d, 2, 8)
     done = np.zeros(B, np.int32)
     for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
         q, k, v, pos = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
         real = jnp.asarray(np.arange(T)[None] < np.array(counts)[:, None])
-        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(1e4)) for x in (k, v))
+        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(np.inf)) for x in (k, v))
         out, state = extend(state, (q, k, v, jnp.where(real, pos, jnp.int32(-1))))
         for b, (first, count) in enumerate(zip(done, counts, strict=True)):
             np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, first : first + count], atol=3e-6)
@@ -175,8 +175,8 @@ def test_more_bits_err_less():
 def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     d = batch(seed=12, dtype=dtype)
     some = np.array([0, 1, 5, 8, 11], np.int32)  # of every row, the newest of the shortest included
-    x = jnp.pad(d.k, [(0, 0), (0, 0), (0, CAPACITY - d.k.shape[2]), (0, 0)])
-    slot = np.arange(CAPACITY)[None]
+    slot = np.arange(64)[None]  # whole words, whole blocks
+    x = jnp.pad(d.k, [(0, 0), (0, 0), (0, 64 - d.k.shape[2]), (0, 0)])
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
 
     def run(codec, fresh):

@@ -1,0 +1,101 @@
+"""StreamingLLM, H2O and Scissorhands in NumPy, float64, from their papers: one row, one step at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def softmax(s: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def rope(x: np.ndarray, pos: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
+    """x [... S H] turned to positions pos [S]; channel i is paired with channel i + H / 2."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(pos, np.float64)[:, None] / theta ** (np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def streaming(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np.ndarray:
+    """q [G S H], k, v [S H] of one key/value head before RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest.
+
+    Keys take positions 0..m-1, their index in the cache with the newest token last; the query takes m-1.
+    """
+    G, S, H = q.shape
+    cache = [s for s in range(n) if s < sinks or s >= n - recent]
+    out = np.empty((G, S - n, H))
+    for t in range(n, S):
+        seen = np.array(cache + [t])
+        at = np.arange(len(seen)) if reindex else seen
+        keys = rope(k[seen], at)
+        query = rope(q[:, t : t + 1], at[-1:])[:, 0]
+        out[:, t - n] = softmax(query @ keys.T / np.sqrt(H)) @ v[seen]
+        cache = list(seen)
+        while len(cache) > sinks + recent:
+            del cache[sinks]
+    return out
+
+
+def h2o(q, k, v, n: int, heavy: int, recent: int, decay=1.0, normalise="none", layer=False):
+    """q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H], tokens kept at the end per head).
+
+    score <- decay * score + attention, summed over the queries of the head; over budget the lowest score goes that is
+    not among the last `recent` tokens, the older of equals. layer: one score for all heads, their mean.
+    """
+    K, G, S, H = q.shape
+    score = np.zeros((K, S))
+    kept = [[] for _ in range(K)]
+    out = np.empty((K, G, S - n, H))
+
+    def rank(head, s, t):
+        return score[head, s] / (t - s + 1) if normalise == "visible-count" else score[head, s]
+
+    def evict(head, t, count):
+        for _ in range(count):
+            old = sorted(s for s in kept[head] if s <= t - recent)
+            kept[head].remove(min(old, key=lambda s: rank(head, s, t)))
+
+    for t in range(S):
+        added = np.zeros((K, S))
+        for head in range(K):
+            kept[head].append(t)
+            seen = kept[head]
+            p = softmax(q[head, :, t] @ k[head, seen].T / np.sqrt(H))
+            if t >= n:
+                out[head, :, t - n] = p @ v[head, seen]
+            added[head, seen] = p.sum(0)
+        score = decay * score + (np.broadcast_to(added.mean(0), added.shape) if layer else added)
+        if t == n - 1 or t >= n:
+            for head in range(K):
+                evict(head, t, max(len(kept[head]) - heavy - recent, 0))
+    return out, [set(x) for x in kept]
+
+
+def scissorhands(q, k, v, n: int, budget: int, history: int, recent: int, drop: float):
+    """q [G S H], k, v [S H] of one key/value head, a prompt of n tokens -> (outputs [G S-n H], sizes after each step).
+
+    Over budget: of the last `history` steps since the previous compression, count for each token how often its weight
+    was below the mean; the last `recent` count 0; the highest counts go until budget - floor(drop * budget) tokens
+    are left, the older of equals first.
+    """
+    G, S, H = q.shape
+    kept: list[int] = []
+    steps: list[dict[int, bool]] = []  # of each step: token -> below the mean
+    out, sizes = np.empty((G, S - n, H)), []
+    for t in range(S):
+        kept.append(t)
+        p = softmax(q[:, t] @ k[kept].T / np.sqrt(H))
+        if t >= n:
+            out[:, t - n] = p @ v[kept]
+        steps.append({s: w < 1 / len(kept) for s, w in zip(kept, p.mean(0), strict=True)})
+        if t >= n - 1 and len(kept) > budget:
+            count = {s: sum(step.get(s, False) for step in steps[-history:]) for s in kept}
+            count.update({s: 0 for s in kept if s > t - recent})
+            best = sorted(kept, key=lambda s: (count[s], -s))[: budget - int(drop * budget)]
+            kept, steps = sorted(best), []
+        if t >= n:
+            sizes.append(len(kept))
+    return out, sizes

@@ -1,0 +1,194 @@
+"""C7: KVCrush and k-means keep what the NumPy oracles keep, token by token, chunk by chunk, page by page."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kv.crush import KVCrush, Units, hamming, pack
+from kvjax.kv.kmeans import KMeans
+from kvjax.kv.scorers import Accumulated, Window, draw
+from kvjax.kv.selection import Chunk, Page, Token
+from kvjax.types import KvjaxError
+from tests.oracles import crush as oracle
+from tests.oracles import eviction as eviction_oracle
+from tests.oracles.test_eviction import LENGTHS, W, alone, batch, both, run, tokens
+
+KEEP = np.array([22, 16, 18, 12], np.int32)
+ARGUMENTS = dict(slots=22, sinks=2, recent=W)
+
+
+def numbers(seed: int, count: int) -> np.ndarray:
+    return np.asarray(draw(seed, jnp.arange(count, dtype=jnp.int32)))
+
+
+def coins(seed: int, count: int) -> list[int]:
+    i = jnp.arange(count, dtype=jnp.int32)
+    return (np.asarray(draw(seed, jnp.zeros_like(i), i)) % 2).tolist()
+
+
+def choose(rest: KVCrush, heads):
+    """How the oracle picks representatives for a KVCrush."""
+
+    def pick(units, candidates, m):
+        bits = oracle.votes(heads, units, rest.bits)
+        d = oracle.distances(bits, oracle.anchor(bits, rest.anchor, coins(rest.seed, len(bits[0]))))
+        if rest.rule == "stride":
+            return oracle.stride(d, candidates, m)
+        if rest.rule == "buckets":
+            return oracle.buckets(d, candidates, m, numbers(rest.seed, m))
+        return oracle.bins(d, candidates, m, len(bits[0]), numbers(rest.seed, len(units)))
+
+    return pick
+
+
+def wanted(scorer, b: int, rest, unit, per="head"):
+    heads, scores = both(scorer, b, LENGTHS[b])
+    scores = scores.mean(0, keepdims=True) if per == "layer" else scores
+    flat = heads.reshape(-1, LENGTHS[b])
+    return oracle.evicted(flat, scores, KEEP[b], 2, W, rest.share, choose(rest, flat), unit.size, unit.score)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def representatives(rest, units, count, places):
+    return rest.representatives(units, count, places)
+
+
+def some_units(c: int, padding: float = 0.0, seed: int = 0):
+    """Units of three ragged rows, whatever lies beyond a row being `padding`, and how many representatives to find."""
+    rng = np.random.default_rng(seed)
+    have, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
+    valid = np.arange(U)[None] < have[:, None]
+    scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, c)), padding).astype(np.float32)
+    keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, c, H)), padding).astype(np.float32)
+    candidates = valid & (rng.random((B, U)) < 0.8)
+    return Units(scores, keys, valid, candidates), np.array([7, 2, 20], np.int32)
+
+
+def found(rest, c: int):
+    """What the oracle picks from `some_units`, row by row."""
+    units, count = some_units(c)
+    for b in range(3):
+        U = int(units.valid[b].sum())
+        spans = [(j * c, j * c + c) for j in range(U)]
+        heads = np.asarray(units.scores[b]).reshape(6, -1)
+        candidates = np.flatnonzero(units.candidates[b]).tolist()
+        m = min(int(count[b]), len(candidates))
+        if isinstance(rest, KVCrush):
+            yield choose(rest, heads)(spans, candidates, m)
+        else:
+            luck, bits = numbers(rest.seed, U), np.array(oracle.votes(heads, spans), float)
+            keys = np.asarray(units.keys[b]).swapaxes(0, 1).reshape(13, -1)
+            x = {j: bits[j] if rest.features == "bits" else keys[j] for j in candidates}
+            start = sorted(candidates, key=lambda j: (int(luck[j]), j))[:m]
+            yield oracle.kmeans(x, start, rest.iterations)
+
+
+@pytest.mark.parametrize(
+    ("c", "rest"),
+    [
+        (1, KVCrush()),
+        (1, KVCrush(anchor="zeros", rule="bins", seed=3)),
+        (6, KVCrush(anchor="random", rule="stride", seed=2)),
+        (6, KVCrush(anchor="mean")),
+        (6, KVCrush(anchor="alternate", rule="bins", seed=1)),
+        (6, KVCrush(anchor="ones", bits="positions", rule="stride")),
+        (1, KMeans()),
+        (6, KMeans(iterations=1, seed=4)),
+        (6, KMeans(iterations=2, features="bits")),
+    ],
+    ids=str,
+)
+def test_representatives_are_the_oracles(c, rest):
+    units, count = some_units(c)
+    got = np.asarray(representatives(rest, units, count, 11))
+    for row, want, n in zip(got, found(rest, c), (7, 2, 11), strict=True):
+        assert sorted(row[row >= 0].tolist()) == sorted(want)
+        assert (row[n:] == -1).all()
+    for padding in (1e4, np.inf, np.nan):
+        np.testing.assert_array_equal(got, representatives(rest, some_units(c, padding)[0], count, 11))
+
+
+CASES = [
+    (Token(), KVCrush()),
+    (Chunk(3), KVCrush(0.7, "alternate", "bins", seed=5)),
+    (Page(2), KVCrush(0.5, "mean", "stride", "positions")),
+]
+
+
+@pytest.mark.parametrize(("unit", "rest"), CASES, ids=str)
+def test_kvcrush_keeps_what_the_oracle_keeps(unit, rest):
+    out = run(*batch(), KEEP, scorer=Accumulated(), unit=unit, rest=rest, **ARGUMENTS)
+    for b in range(len(LENGTHS)):
+        assert tokens(out, b) == wanted(Accumulated(), b, rest, unit)
+
+
+def test_kvcrush_over_snapkv_for_the_whole_layer():
+    scorer, rest = Window(W, 3), KVCrush(0.5, "ones")
+    out = run(*batch(queries=W), KEEP, scorer=scorer, unit=Token(), rest=rest, per="layer", **ARGUMENTS)
+    for b in range(len(LENGTHS)):
+        assert tokens(out, b) == wanted(scorer, b, rest, Token(), "layer")
+
+
+@pytest.mark.parametrize(
+    ("c", "rest"), [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())]
+)
+def test_a_row_has_the_same_representatives_alone(c, rest):
+    units, count = some_units(c)
+    scores, keys, valid, candidates = (x[2:] for x in units)
+    row = Units(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
+    got = representatives(rest, row, count[2:], 11)
+    np.testing.assert_array_equal(got[0], np.asarray(representatives(rest, units, count, 11))[2])
+
+
+def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
+    arguments = dict(scorer=Accumulated(), unit=Token(), rest=KVCrush(), **ARGUMENTS)
+    together = run(*batch(), KEEP, **arguments)
+    for padding in (1e4, np.inf):
+        np.testing.assert_array_equal(together.pos, run(*batch(padding=padding), KEEP, **arguments).pos)
+    np.testing.assert_array_equal(run(*alone(2), KEEP[2:3], **arguments).pos[0], np.asarray(together.pos)[2])
+
+
+def test_representatives_are_shared_and_the_count_stays():
+    plain = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), rest=KVCrush(0.0), **ARGUMENTS)
+    crushed = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), rest=KVCrush(), **ARGUMENTS)
+    for b, n in enumerate(LENGTHS):
+        a, c = tokens(plain, b), tokens(crushed, b)
+        assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
+        assert a == eviction_oracle.kept(both(Accumulated(), b, n)[1], int(KEEP[b]), 2, W)  # a share of 0 is none
+    new = [set(c) - set(a) for a, c in zip(tokens(plain, 0), tokens(crushed, 0), strict=True)]
+    assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 70])
+def test_packed_distances(n):
+    rng = np.random.default_rng(n)
+    a, b = rng.random((2, 3, 5, n)) < 0.5
+    got = hamming(pack(jnp.asarray(a)), pack(jnp.asarray(b)))
+    np.testing.assert_array_equal(got, (a != b).sum(-1))
+
+
+def test_at_token_level_the_mean_anchor_is_zeros():
+    units, count = some_units(1)
+    mean, zeros = (representatives(KVCrush(anchor=a), units, count, 11) for a in ("mean", "zeros"))
+    np.testing.assert_array_equal(mean, zeros)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: KVCrush(1.5), r"share must lie in \[0, 1\], got 1.5"),
+        (lambda: KVCrush(anchor="median"), "anchor must be one of random, mean"),
+        (lambda: KVCrush(rule="hash"), "rule must be one of buckets, stride, bins"),
+        (lambda: KVCrush(bits="signs"), "bits must be one of heads, positions"),
+        (lambda: KMeans(features="values"), "features must be 'keys' or 'bits', got 'values'"),
+        (lambda: KMeans(iterations=-1), "iterations must be 0 or more, got -1"),
+    ],
+)
+def test_wrong_settings_are_named(make, says):
+    with pytest.raises(KvjaxError, match=says):
+        make()

@@ -1,0 +1,124 @@
+"""C7: what is kept of ragged prompts is what the NumPy oracles keep."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kv.evict import evict
+from kvjax.kv.scorers import Accumulated, KeyNorm, Random, Window
+from kvjax.kv.selection import Chunk, Page, Token
+from kvjax.observe import Obs
+from kvjax.types import Block
+from tests.oracles import eviction as oracle
+
+LENGTHS, S, W = (40, 3, 27, 12), 40, 6
+STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "rest", "window")
+run = jax.jit(evict, static_argnames=STATIC)
+
+
+def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
+    """(block, obs) of random prompts; the observation holds all queries, or each row's last `queries`."""
+    q, k, v, pos = oracle.prompts(lengths, S, seed, padding)
+    at = pos
+    if queries:
+        at = np.array(lengths)[:, None] - queries + np.arange(queries)[None]
+        q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
+        at = np.where(at < 0, -1, at).astype(np.int32)
+    block = Block(jnp.asarray(k), jnp.asarray(v), jnp.asarray(pos)[:, None])
+    return block, Obs(jnp.asarray(q), jnp.asarray(at))
+
+
+def alone(b: int, queries: int | None = None):
+    """Row b of `batch`, without neighbours and padding."""
+    block, obs = jax.tree.map(np.asarray, batch(queries=queries))
+    n, row = LENGTHS[b], slice(b, b + 1)
+    at = slice(None) if queries else slice(n)
+    return Block(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Obs(
+        obs.q[row, :, :, at], obs.pos[row, at]
+    )
+
+
+@functools.cache
+def both(scorer, b: int, n: int, window=None, seed: int = 0):
+    """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
+    q, k, _, _ = oracle.prompts(LENGTHS, S, seed)
+    a = oracle.attention(q[b, :, :, :n], k[b, :, :n], window)
+    if isinstance(scorer, Window):
+        s = scorer
+        return oracle.snapkv(a, s.queries, s.kernel, s.pool, s.reduce, s.reduce_first)
+    if isinstance(scorer, Accumulated):
+        return oracle.h2o(a, scorer.normalise, scorer.decay, window)
+    kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
+    return kv[:, None], kv
+
+
+def expected(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
+    rows = (both(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
+    return [oracle.kept(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
+
+
+def tokens(block: Block, b: int) -> list[list[int]]:
+    """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
+    pos = np.asarray(block.pos)[b]
+    out = [p[p >= 0].tolist() for p in pos]
+    assert all((p[len(kept) :] == -1).all() for p, kept in zip(pos, out, strict=True))
+    return out
+
+
+CASES = [  # scorer, sliding window; tests/kv/test_scorers.py compares the scores themselves
+    (Window(W, 5), 9),
+    (Window(W, 3, pool="max", reduce_first=True), None),
+    (Accumulated("visible", decay=0.8), 9),
+    (KeyNorm(), None),
+]
+KEEP = np.array([16, 16, 13, 12], np.int32)
+
+
+@pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
+def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
+    block, obs = batch(queries=scorer.queries or None)
+    out = run(block, obs, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
+    want = expected(scorer, KEEP, 2, W, window=window)
+    k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
+    for b in range(len(LENGTHS)):
+        assert tokens(out, b) == want[b]
+        for h, kept in enumerate(want[b]):  # the rows moved with their positions
+            np.testing.assert_array_equal(k[b, h, : len(kept)], old_k[b, h, kept])
+            np.testing.assert_array_equal(v[b, h, : len(kept)], old_v[b, h, kept])
+
+
+@pytest.mark.parametrize(
+    ("unit", "per"), [(Chunk(4), "head"), (Chunk(5, "max"), "layer"), (Chunk(3, "mean"), "head"), (Page(2), "layer")]
+)
+def test_whole_chunks_and_pages(unit, per):
+    scorer, keep = Accumulated(), np.array([21, 9, 20, 11], np.int32)
+    out = run(*batch(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
+    want = expected(scorer, keep, 2, 3, unit.size, unit.score, per)
+    for b in range(len(LENGTHS)):
+        assert tokens(out, b) == (want[b] if per == "head" else want[b][:1])
+    if per == "layer":
+        assert out.pos.shape == (4, 1, 24) and want[0][0] == want[0][1]
+
+
+@pytest.mark.parametrize(("scorer", "window"), [CASES[0], CASES[2], (Random(3), None)], ids=str)
+def test_rows_are_the_same_alone_and_whatever_the_padding_holds(scorer, window):
+    arguments = dict(slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
+    queries = scorer.queries or None
+    together = run(*batch(queries=queries), KEEP, **arguments)
+    for padding in (1e4, np.inf):
+        other = run(*batch(padding=padding, queries=queries), KEEP, **arguments)
+        np.testing.assert_array_equal(together.pos, other.pos)
+    out = run(*alone(2, queries), KEEP[2:3], **arguments)
+    np.testing.assert_array_equal(out.pos[0], np.asarray(together.pos)[2])
+
+
+def test_a_budget_of_the_whole_row_keeps_the_row():
+    all_of_it = np.full(4, 50, np.int32)
+    out = run(*batch(), all_of_it, slots=50, scorer=KeyNorm(), sinks=2, recent=W, unit=Chunk(4))
+    for b, n in enumerate(LENGTHS):
+        assert tokens(out, b) == [list(range(n))] * 2

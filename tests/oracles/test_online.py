@@ -1,0 +1,325 @@
+"""C7 and the layer contract for StreamingLLM, H2O and Scissorhands, on ragged rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from kvjax.kv import state_bytes
+from kvjax.kv.heavy import H2O
+from kvjax.kv.scissorhands import Scissorhands
+from kvjax.kv.streaming import StreamingLLM
+from kvjax.models.config import Config
+from kvjax.observe import Obs
+from kvjax.testing import dense_attention, full_copies
+from kvjax.types import Block, KvjaxError
+from tests.oracles import online as oracle
+
+B, K, G, H = 3, 2, 2, 8
+LENGTHS = np.array([9, 1, 14])
+STEPS = 12
+CONFIG = Config(8, K * G * H, 1, K * G, K, H, 8)
+
+
+def planned(method):
+    return method.plan(CONFIG)[0]
+
+
+def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
+    """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for n in lengths:
+        S = n + steps
+        shapes = ((K, G, S, H), (K, S, H), (K, S, H))
+        rows.append(tuple(np.asarray(jnp.asarray(rng.normal(size=s) * 1.5, dtype), np.float64) for s in shapes))
+    return rows
+
+
+def batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: bool = True):
+    """Rows as the library takes them: rotated to true positions, left-aligned, `padding` beyond their end."""
+    S = max(r[1].shape[1] for r in rows)
+
+    def stack(i):
+        out = []
+        for r in rows:
+            x = oracle.rope(r[i], np.arange(r[i].shape[-2])) if turn and i < 2 else r[i]
+            fill = [(0, 0)] * (x.ndim - 2) + [(0, S - x.shape[-2]), (0, 0)]
+            out.append(np.pad(x, fill, constant_values=padding))
+        return np.asarray(jnp.asarray(np.stack(out), dtype))
+
+    return stack(0), stack(1), stack(2), np.asarray(lengths)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fill(method, q, k, v, pos):
+    return method.prefill(Block(k, v, pos[:, None]), 99, Obs(q, pos))
+
+
+def start(method, d, padding: float = 0.0):
+    q, k, v, lengths = d
+    T = int(lengths.max())
+    pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)
+    inside = (pos >= 0)[:, None, :, None]
+    cut = lambda x, m: np.where(m, x[..., :T, :], np.asarray(padding, x.dtype))  # noqa: E731
+    return fill(method, cut(q, inside[:, None]), cut(k, inside), cut(v, inside), pos)
+
+
+def tokens(d, step: int, count: int = 1):
+    """What `extend` takes for `count` tokens of each row."""
+    q, k, v, lengths = d
+    at = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
+    inside = np.minimum(at, k.shape[2] - 1)
+    take = lambda x: np.take_along_axis(x, inside.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)  # noqa: E731
+    return take(q), take(k), take(v), at
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+def extend(method, state, q, k, v, q_pos, commit, window=None):
+    return method.extend(state, q, k, v, q_pos, commit, window)
+
+
+def run(method, d, steps: int = STEPS, state=None, window=None):
+    """Single steps -> (f32[B K G steps H], the last state)."""
+    state = start(method, d) if state is None else state
+    outs = []
+    for t in range(steps):
+        out, state = extend(method, state, *tokens(d, t), 1, window)
+        outs.append(out)
+    return np.concatenate(outs, 3), state
+
+
+METHODS = {
+    "streaming": planned(StreamingLLM(recent=5, sinks=2)),
+    "h2o": planned(H2O(heavy=3, recent=4)),
+    "scissorhands": planned(Scissorhands(budget=8, history=4, recent=2, drop=0.4)),
+}
+every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+
+
+@pytest.mark.parametrize(
+    "sinks, recent, reindex", [(2, 5, True), (2, 5, False), (0, 3, True), (4, 0, True), (3, 40, True)]
+)
+def test_streaming_equals_the_paper(sinks, recent, reindex):
+    rows = make(sinks)
+    out, _ = run(planned(StreamingLLM(recent=recent, sinks=sinks, reindex=reindex)), batch(rows))
+    for b, (q, k, v) in enumerate(rows):
+        for h in range(K):
+            want = oracle.streaming(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
+            np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+
+
+def test_reindexing_changes_what_a_long_text_sees():
+    d = batch(make())
+    a, b = (run(planned(StreamingLLM(recent=5, sinks=2, reindex=r)), d)[0] for r in (True, False))
+    assert np.abs(a - b).max() > 0.01
+
+
+def test_streaming_runs_on_in_constant_memory():
+    n, lengths = 2500, np.array([3])
+    rows = make(1, lengths, n)
+    d = batch(rows, lengths)
+    method = planned(StreamingLLM(recent=6, sinks=2))
+    state = start(method, d)
+
+    def step(state, xs):
+        q, k, v, pos = xs
+        out, state = method.extend(state, q, k, v, pos, 1)
+        return state, out[:, :, :, 0]
+
+    q, k, v, pos = tokens(d, 0, n)
+    xs = (np.moveaxis(q, 3, 0)[:, :, :, :, None], np.moveaxis(k, 2, 0)[:, :, :, None])
+    xs += (np.moveaxis(v, 2, 0)[:, :, :, None], pos.T[:, :, None])
+    after, out = jax.jit(lambda s, x: lax.scan(step, s, x))(state, xs)
+    assert state_bytes(after) == state_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
+    assert set(np.asarray(after.pos).ravel()) == {0, 1, *range(n + 3 - 7, n + 3)}
+    q, k, v = rows[0]
+    want = np.stack([oracle.streaming(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
+    # Float32 angles of true positions are good to pos * 2**-24; a cosine of 2500 to about 1e-4.
+    np.testing.assert_allclose(np.moveaxis(np.asarray(out), 0, 3)[0], want, atol=3e-3)
+
+
+def test_streaming_in_bfloat16_loses_one_rounding_per_key():
+    rows = make(3, dtype=jnp.bfloat16)
+    d = batch(rows, dtype=jnp.bfloat16)
+    method = planned(StreamingLLM(recent=5, sinks=2))
+    out, state = run(method, d)
+    assert state.k.dtype == "bfloat16"
+    for b, (q, k, v) in enumerate(rows):
+        want = np.stack([oracle.streaming(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
+        np.testing.assert_allclose(out[b], want, atol=0.05)
+
+
+def test_streaming_decode_copies_no_buffer():
+    method = planned(StreamingLLM(recent=5, sinks=2))
+    d = batch(make())
+    state = start(method, d)
+    fresh = jax.tree.map(lambda *x: jnp.stack(x), *[tokens(d, t) for t in range(4)])
+    loop = jax.jit(lambda s, f: lax.scan(lambda s, x: method.extend(s, *x, 1)[::-1], s, f), donate_argnums=0)
+    text = loop.lower(state, fresh).compile().as_text()
+    assert full_copies(text, (B, K, 8, H)) == []
+
+
+@pytest.mark.parametrize(
+    "heavy, recent, more",
+    [
+        (3, 4, {}),
+        (0, 5, {}),
+        (4, 1, {"decay": 0.7}),
+        (4, 2, {"normalise": "visible-count", "granularity": "layer"}),
+    ],
+    ids=str,
+)
+def test_h2o_equals_the_paper(heavy, recent, more):
+    rows = make(heavy + recent)
+    out, state = run(planned(H2O(heavy, recent, **more)), batch(rows, turn=False))
+    args = {**more, "layer": more.get("granularity") == "layer"}
+    args.pop("granularity", None)
+    for b, (q, k, v) in enumerate(rows):
+        want, kept = oracle.h2o(q, k, v, int(LENGTHS[b]), heavy, recent, **args)
+        assert [set(np.asarray(x)) - {-1} for x in state.pos[b]] == kept
+        np.testing.assert_allclose(out[b], want, atol=5e-6)
+
+
+def test_h2o_evicts_the_older_of_equals():
+    rows = [(q, 0 * k, v) for q, k, v in make()]
+    method = planned(H2O(2, 2, decay=0.0))
+    d = batch(rows, turn=False)
+    assert set(np.asarray(start(method, d).pos[2, 0])) == {10, 11, 12, 13}
+    _, state = run(method, d, 3)
+    assert set(np.asarray(state.pos[2, 0])) == {13, 14, 15, 16}
+
+
+@pytest.mark.parametrize("budget, history, recent, drop", [(8, 4, 2, 0.4), (6, 400, 1, 0.5), (5, 3, 5, 0.0)])
+def test_scissorhands_equals_the_paper(budget, history, recent, drop):
+    rows = make(budget)
+    method = planned(Scissorhands(budget, history, recent, drop))
+    out, state = run(method, batch(rows, turn=False))
+    assert (np.asarray((state.pos >= 0).sum(2)) <= budget).all()
+    for b, (q, k, v) in enumerate(rows):
+        for h in range(K):
+            want, sizes = oracle.scissorhands(q[h], k[h], v[h], int(LENGTHS[b]), budget, history, recent, drop)
+            assert int((state.pos[b, h] >= 0).sum()) == sizes[-1]
+            np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+
+
+def test_scissorhands_needs_no_more_than_its_last_queries():
+    method, d = METHODS["scissorhands"], batch(make())
+    q, k, v, lengths = d
+    T = int(lengths.max())
+    at = lengths[:, None] - method.queries + np.arange(method.queries)
+    pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)[:, None]
+    few = np.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], 3)
+    obs = Obs(few, np.maximum(at, -1).astype(np.int32))
+    state = jax.jit(lambda *x: method.prefill(Block(*x), 99, obs))(k[:, :, :T], v[:, :, :T], pos)
+    np.testing.assert_array_equal(state.pos, start(method, d).pos)
+    np.testing.assert_array_equal(state.score, start(method, d).score)
+
+
+LIMITS = [(StreamingLLM(recent=50), None), (StreamingLLM(recent=50), 5), (H2O(20, 20), 5), (Scissorhands(60), None)]
+
+
+@pytest.mark.parametrize("method, window", LIMITS, ids=str)
+def test_c1_with_room_for_all_it_is_dense_attention(method, window):
+    d = batch(make())
+    out, _ = run(planned(method), d, window=window)
+    for b, n in enumerate(LENGTHS):
+        q, k, v = (np.asarray(x[b])[..., : n + STEPS, :] for x in d[:3])
+        want = dense_attention(q[:, :, n:].reshape(-1, STEPS, H), k, v, n + np.arange(STEPS), window)
+        np.testing.assert_allclose(out[b].reshape(want.shape), want, atol=5e-6)
+
+
+@every
+def test_c2_a_chunk_gives_what_single_steps_give(method):
+    d = batch(make())
+    want, after = run(method, d)
+    out, state = extend(method, start(method, d), *tokens(d, 0, STEPS), STEPS)
+    np.testing.assert_allclose(out, want, atol=3e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), state, after)
+
+
+@every
+def test_c3_only_committed_tokens_are_kept_and_guesses_see_them(method):
+    d = batch(make())
+    want, _ = run(method, d, 5)
+    _, after = run(method, d, 2)
+    out, state = extend(method, start(method, d), *tokens(d, 0, 5), 2)
+    np.testing.assert_allclose(out, want, atol=3e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), state, after)
+
+
+@pytest.mark.parametrize("name", ["streaming", "h2o"])
+def test_c3_without_commit_nothing_changes(name):
+    method, d = METHODS[name], batch(make())
+    state = start(method, d)
+    _, same = extend(method, state, *tokens(d, 0, 2), 0)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+@every
+def test_c3_rows_are_independent_of_neighbours_and_padding(method):
+    rows = make()
+    d = batch(rows)
+    want, _ = run(method, d)
+    for padding in (1e4, np.inf, np.nan):
+        dirty = batch(rows, padding=padding)
+        out, _ = run(method, dirty, state=start(method, dirty, padding))
+        np.testing.assert_array_equal(out, want)
+    alone, _ = run(method, batch(rows[:1], LENGTHS[:1]))
+    np.testing.assert_allclose(alone[0], want[0], atol=3e-6)
+
+
+@every
+def test_c3_a_chunk_may_end_at_different_tokens(method):
+    rows, count = make(), np.array([5, 0, 12])
+    d = batch(rows)
+    want, _ = run(method, d)
+    q, k, v, pos = tokens(d, 0, STEPS)
+    real = np.arange(STEPS) < count[:, None]
+    dirty = lambda x, m: np.where(m, x, np.float32(np.inf))  # noqa: E731
+    q, k, v = dirty(q, real[:, None, None, :, None]), dirty(k, real[:, None, :, None]), dirty(v, real[:, None, :, None])
+    out, state = extend(method, start(method, d), q, k, v, np.where(real, pos, -1), STEPS)
+    for b, n in enumerate(count):
+        np.testing.assert_allclose(out[b, :, :, :n], want[b, :, :, :n], atol=3e-6)
+    more, _ = run(method, (*d[:3], LENGTHS + count), 3, state)
+    for b in range(2):
+        np.testing.assert_allclose(more[b], want[b, :, :, count[b] : count[b] + 3], atol=3e-6)
+
+
+@every
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_c4_extend_is_a_fixed_point_and_c6_bytes(method, dtype):
+    d = batch(make(), dtype=dtype)
+    state = jax.eval_shape(lambda: start(method, d))
+    after = jax.eval_shape(lambda s, x: method.extend(s, *x, 1), state, tokens(d, 0))[1]
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    slots = method.budget + isinstance(method, StreamingLLM)
+    scored = 8 * K if not isinstance(method, StreamingLLM) else 4  # a position and a score per head, or a position
+    assert state_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
+
+
+ONE = Block(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.int32))
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        (lambda: StreamingLLM(recent=-1), "recent of StreamingLLM must be at least 0, got -1"),
+        (lambda: H2O(3, 0), "recent of H2O must be at least 1, got 0"),
+        (lambda: H2O(3, 2, decay=1.5), "between 0 and 1, got 1.5"),
+        (lambda: H2O(3, 2, normalise="mean"), "'none' or 'visible-count', got 'mean'"),
+        (lambda: H2O(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
+        (lambda: Scissorhands(10, recent=6), "use recent=5 or less"),
+        (lambda: Scissorhands(10, drop=1.0), r"share of the budget in \[0, 1\), got 1.0"),
+        (lambda: StreamingLLM(recent=3).prefill(ONE, 9, None), r"use plan\(config\)\[layer\]"),
+        (lambda: H2O(3, 2).prefill(ONE, 9, None), "H2O needs all queries of the prompt in obs, got None"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(wrong, text):
+    with pytest.raises(KvjaxError, match=text):
+        wrong()
