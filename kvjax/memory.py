@@ -119,9 +119,10 @@ def take(x: Array, idx: Array) -> Array:
     return _gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
 
 
-def part(buf: Buffer, start: Array | int, count: int) -> Array:
-    """Slots start..start+count-1 of a device buffer, [B K count W], in their own dtype."""
-    return _value(lax.dynamic_slice_in_dim(buf.data, start, count, 2), buf.dtype)
+def piece(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
+    """Of a device buffer seen as [B * K, S, W]: some rows from `row` and slots from `start`, in their own dtype."""
+    data = buf.data.reshape(-1, *buf.data.shape[2:])
+    return _value(lax.dynamic_slice(data, (row, start, 0), (rows, count, data.shape[2])), buf.dtype)
 
 
 def rows(buf: Buffer, idx: Array) -> Array:

@@ -13,7 +13,18 @@ from kvjax.testing import toy_model
 from kvjax.types import KvjaxError
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
-METHODS = ["full", "offload", "kcache:n=99,device_layers=0", "kcache:n=99,granularity=kv"]
+METHODS = [
+    "full",
+    "offload",
+    "kcache:n=99,device_layers=0",
+    "kcache:n=99,granularity=kv",
+    "kivi:bits=2,group=8,residual=64",
+    "specache:bits=1,group=8,residual=8,topk=99",
+    "snapkv:budget=64 + kvcrush",
+    "streaming_llm:recent=90,reindex=false",
+    "h2o:heavy=60,recent=9",
+    "infllm:local=64,sinks=4,block=8,chunk=8",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +48,9 @@ def test_cached_greedy_is_uncached_greedy(model, method):
     assert out.decode_steps == 5 and out.decode_seconds > 0 and out.prefill_seconds > 0 and out.tokens_per_second > 0
 
 
-@pytest.mark.parametrize("method", ["full", "kcache:n=2"])
+@pytest.mark.parametrize(
+    "method", ["full", "kcache:n=2", "specache:bits=1,group=8,residual=8,topk=3", "h2o:heavy=3,recent=2"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_while_scan_and_stream_make_the_same_tokens(model, method, temperature):
     options = {"max_new_tokens": 9, "temperature": temperature, "seed": 5, "eos_ids": ()}

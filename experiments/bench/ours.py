@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.generate import BEGIN, UNTIL
+from kvjax.generate import BEGIN, LOOK_AHEAD, UNTIL
 from kvjax.sampling import row_keys, sampler
 
 
@@ -41,6 +41,9 @@ class Ours:
             length=room + 1,
         )
         self.setting = kvjax.api.setting(self.model, self.method, state.capacity)
+        if self.method.lookahead:
+            args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler}
+            self.carry = LOOK_AHEAD(**args, setting=self.setting)
 
     def decode(self, steps: int) -> float:
         """Decodes `steps` more tokens per row; returns seconds, compilation apart."""

@@ -13,7 +13,7 @@ from kvjax import attention, memory
 from kvjax.kv import quant
 from kvjax.types import Array, KvjaxError, pytree
 
-CHUNK = 2048  # slots dequantised at a time: a chunk stays in the processor's caches, and none is written to memory
+PIECE, CHUNK = 2**21, 2048  # numbers, and slots at most, dequantised at a time: none of it goes through main memory
 
 
 @pytree
@@ -172,47 +172,67 @@ class Kivi:
         return jnp.where(settled, quant.dequantise(codes, scale, lo), newest)
 
     def scores(self, q: Array, stored: Packed) -> Array:
-        """Straight from the codes, a chunk of slots at a time."""
-        q = q.astype(jnp.float32)
+        """Straight from the codes, a piece of heads and slots at a time."""
+        B, K, G, T, H = q.shape
         S = self._slots(stored)
-        chunk, n = self._chunks(S)
-        parts = []
-        if n:
-            step = lambda _, i: (None, attention.scores(q, self._chunk(stored, i * chunk, chunk)))  # noqa: E731
-            s = jnp.moveaxis(lax.scan(step, None, jnp.arange(n, dtype=jnp.int32))[1], 0, 4)
-            parts.append(s.reshape(*s.shape[:4], n * chunk))
-        if n * chunk < S:
-            parts.append(attention.scores(q, self._chunk(stored, n * chunk, S - n * chunk)))
-        held = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
-        newest = attention.scores(q, stored.recent.astype(jnp.float32))
+        rows, chunk = self._piece_size(stored)
+        q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
+
+        def piece(row, start, count):
+            q = lax.dynamic_slice_in_dim(q_rows, row, rows, 0)[None]
+            return attention.scores(q, self._piece(stored, row, rows, start, count)[None])[0]
+
+        def of_rows(row):
+            step = lambda _, i: (None, piece(row, i * chunk, chunk))  # noqa: E731
+            s = jnp.moveaxis(lax.scan(step, None, jnp.arange(S // chunk, dtype=jnp.int32))[1], 0, 3)
+            s = s.reshape(rows, G, T, -1)
+            return s if S % chunk == 0 else jnp.concatenate([s, piece(row, S // chunk * chunk, S % chunk)], -1)
+
+        held = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, S)
+        newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
         newest = jnp.tile(newest, -(-S // self.places))[..., :S]
         return jnp.where(self._is_settled(stored, S), held, newest)
 
     def mix(self, p: Array, stored: Packed) -> Array:
-        """Straight from the codes, a chunk of slots at a time."""
-        S = self._slots(stored)
-        chunk, n = self._chunks(S)
-        held = jnp.where(self._is_settled(stored, S), p, 0.0)
+        """Straight from the codes, a piece of heads and slots at a time."""
+        B, K, G, T, S = p.shape
+        H = stored.recent.shape[3]
+        rows, chunk = self._piece_size(stored)
+        held = jnp.where(self._is_settled(stored, S), p, 0.0).reshape(B * K, G, T, S)
 
-        def part(start, count):
-            return attention.mix(lax.dynamic_slice_in_dim(held, start, count, 4), self._chunk(stored, start, count))
+        def piece(row, start, count):
+            p = lax.dynamic_slice(held, (row, 0, 0, start), (rows, G, T, count))
+            return attention.mix(p[None], self._piece(stored, row, rows, start, count)[None])[0]
 
+        def of_rows(row):
+            step = lambda acc, i: (acc + piece(row, i * chunk, chunk), None)  # noqa: E731
+            zero = jnp.zeros((rows, G, T, H))
+            out = lax.scan(step, zero, jnp.arange(S // chunk, dtype=jnp.int32))[0]
+            return out if S % chunk == 0 else out + piece(row, S // chunk * chunk, S % chunk)
+
+        out = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, H)
         slot = self._held(stored.settled)
         newest = jnp.take_along_axis(p, jnp.minimum(slot, S - 1)[:, None, None, None], 4)
         newest = jnp.where((slot < S)[:, None, None, None], newest, 0.0)
-        out = attention.mix(newest, stored.recent.astype(jnp.float32))
-        if n:
-            step = lambda acc, i: (acc + part(i * chunk, chunk), None)  # noqa: E731
-            out = lax.scan(step, out, jnp.arange(n, dtype=jnp.int32))[0]
-        return out if n * chunk == S else out + part(n * chunk, S - n * chunk)
+        return out + attention.mix(newest, stored.recent.astype(jnp.float32))
 
-    def _chunk(self, stored: Packed, start: Array | int, count: int) -> Array:
-        """Slots start..start+count-1 dequantised in float32; what is not settled yet means nothing, but is finite."""
-        of = lambda buf, n: memory.part(buf, start // n, count // n)  # noqa: E731
-        codes = quant.unpack(of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis)
+    def _piece_size(self, stored: Packed) -> tuple[int, int]:
+        """(rows of B * K, slots) dequantised at a time: PIECE numbers at most, where that is possible."""
+        B, K, _, H = stored.recent.shape
+        whole = math.lcm(self.per, self.group)
+        chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, self._slots(stored))
+        fits = [n for n in range(1, B * K + 1) if B * K % n == 0 and n * chunk * H <= PIECE]
+        return max(fits, default=1), chunk
+
+    def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
+        """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; unsettled ones are finite."""
         per_group = self.group if self.axis == "channel" else 1
+        of = lambda buf, n: memory.piece(buf, row, rows, start // n, count // n)  # noqa: E731
+        codes = quant.unpack(
+            of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1
+        )
         scale, lo = (of(x, per_group).astype(jnp.float32) for x in (stored.scale, stored.lo))
-        return self._join(codes, scale, lo, lambda c, s, m: quant.number(c) * s + m)
+        return self._join(codes[None], scale[None], lo[None], lambda c, s, m: quant.number(c) * s + m)[0]
 
     def _join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
         """codes [B K S H] with the scale and lo of each group -> [B K S H]."""
@@ -245,12 +265,6 @@ class Kivi:
 
     def _slots(self, stored: Packed) -> int:
         return stored.codes.data.shape[2] * (self.per if self.packed == "tokens" else 1)
-
-    def _chunks(self, S: int) -> tuple[int, int]:
-        """(slots per chunk, whole chunks)."""
-        whole = math.lcm(self.per, self.group)
-        chunk = max(CHUNK // whole, 1) * whole
-        return chunk, S // chunk
 
     @property
     def _word_axis(self) -> int:

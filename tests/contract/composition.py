@@ -48,8 +48,9 @@ def page() -> str:
         lines.append(f"| `{a}` | {' | '.join(cells)} |")
     return f"""# Which methods compose
 
-Written by `python -m tests.contract.composition`; a test holds it to the code. `a + b` fills the slots of both; where it
-cannot, `IncompatibleMethod` says which slot and what to do. `full` goes with everything, and `kmeans` where `kvcrush` goes.
+Written by `python -m tests.contract.composition`; a test holds it to the code. `a + b` fills the slots of both; where
+it cannot, `IncompatibleMethod` says which slot and what to do. `full` goes with everything, `kmeans` where `kvcrush`
+goes.
 
 {chr(10).join(lines)}
 
@@ -58,9 +59,9 @@ cannot, `IncompatibleMethod` says which slot and what to do. `full` goes with ev
 - `kvcrush` needs an eviction method to stand on: `snapkv:budget=256 + kvcrush`.
 - `specache + kivi` keeps the host's rows in low bits too; `offload + x` places on the host what x holds.
 
-All {len(products())} products of {len(EVICTION)} ways to select, 3 ways to hold (plain, 4 bits, 2 bits), 2 places and 3 ways to read
-(`full`, `kcache`, `specache`) keep their shapes, dtypes and memory kinds through a step, and those of `snapkv + kvcrush` equal
-dense attention at their limits (`tests/contract`). The ways to select are
+All {len(products())} products of {len(EVICTION)} ways to select, 3 ways to hold (plain, 4 bits, 2 bits), 2 places and
+3 ways to read (`full`, `kcache`, `specache`) keep their shapes, dtypes and memory kinds through a step, and those of
+`snapkv + kvcrush` equal dense attention at their limits (`tests/contract`). The ways to select are
 {", ".join(f"`{e}`" for e in EVICTION)}.
 """
 

@@ -1,0 +1,102 @@
+"""Decode time and bytes per step of low-bit caches beside the full one, in one run, on caches of random contents.
+
+python -m experiments.bench.lowbit [--tokens 8192,32768] [--heads 8x4] [--methods "kivi:bits=2; specache:bits=1"]
+
+All methods decode from a state of the same length, in turns. "MB" is what the state takes on the device, which a step
+of `full` or `kivi` reads once; `full` stands there in float32 and bfloat16. "host costs" is a method's time minus that
+of the same method with everything on the device: what its host memory costs, and it must not follow the bytes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+import kvjax
+from experiments.bench.common import interleaved, machine, progress, report, summary, table
+from experiments.bench.host import random_state
+from experiments.bench.ours import Ours
+from experiments.bench.shapes import describe
+
+METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
+
+
+def config(kv_heads: int, groups: int, head_dim: int) -> kvjax.Config:
+    """Two layers whose attention is all that matters."""
+    heads = kv_heads * groups
+    sizes = {"vocab_size": 256, "width": 256, "layers": 2, "mlp_width": 256, "max_positions": 2**20}
+    return kvjax.Config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+
+
+def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, room: int) -> dict[str, Ours]:
+    """One decode loop per method, ready to run; methods on the host also without it."""
+    out = {}
+    for text in methods:
+        method = kvjax.parse(text)
+        runs = {text: method}
+        if method.uses_host:
+            runs[f"{text}, on device"] = dataclasses.replace(method, k=method.k.on_device(), v=method.v.on_device())
+        for name, m in runs.items():
+            for dtype in ("float32", "bfloat16") if text == "full" else ("float32",):
+                model = models[dtype]
+                side = out[f"{name}, {dtype}" if text == "full" else name] = Ours(model, m)
+                side.begin(jnp.zeros((1, model.config.vocab_size)), random_state(model, m, tokens, room), room)
+    return out
+
+
+def measure(models, methods: Sequence[str], tokens: int, steps: int, repeats: int) -> dict[str, Any]:
+    """Seconds per step and bytes of the state, per method."""
+    loops = sides(models, methods, tokens, room=steps * (repeats + 1))
+    for side in loops.values():
+        side.decode(steps)
+    seconds = interleaved({n: (lambda s=s: s.decode(steps) / steps) for n, s in loops.items()}, repeats)
+    state = lambda name: kvjax.state_bytes(loops[name].carry.state)  # noqa: E731
+    return {name: {"seconds_per_step": summary(seconds[name]), "bytes": state(name)} for name in loops}
+
+
+COLUMNS = ("method", "MB", "MB on host", "ms/step", "GB/s", "beside full", "host costs us")
+
+
+def rows(cells: dict[str, Any]) -> list[list[Any]]:
+    """The table of one length."""
+    full, out = cells["full, float32"]["seconds_per_step"]["median"], []
+    for name, cell in cells.items():
+        t, size = cell["seconds_per_step"]["median"], cell["bytes"]
+        device = cells.get(f"{name}, on device")
+        cost = f"{(t - device['seconds_per_step']['median']) * 1e6:+.0f}" if device else None
+        read = size["device"] / t / 1e9
+        sizes = (f"{size['device'] / 1e6:.1f}", f"{size['pinned_host'] / 1e6:.1f}")
+        out.append([name, *sizes, f"{t * 1e3:.2f}", f"{read:.1f}", f"{t / full:.2f}x", cost])
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=[8192, 32768])
+    parser.add_argument("--heads", default="8x4", help="key/value heads x query heads of each")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--methods", default=METHODS, help="beside full, separated by ';'")
+    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args(argv)
+
+    before = machine()
+    shape = config(*map(int, args.heads.split("x")), args.head_dim)
+    models = {d: kvjax.random_model(shape, dtype=jnp.dtype(d)) for d in ("float32", "bfloat16")}
+    methods = list(dict.fromkeys(["full", *(m.strip() for m in args.methods.split(";") if m.strip())]))
+    cells, tables = {}, []
+    for tokens in args.tokens:
+        progress(f"{tokens} tokens")
+        cells[tokens] = measure(models, methods, tokens, args.steps, args.repeats)
+        tables.append(table(f"{tokens:,} tokens, batch 1", COLUMNS, rows(cells[tokens])))
+    results = [{"tokens": n, "methods": cell} for n, cell in cells.items()]
+    report("lowbit", before, tables, [describe("model", shape, models["float32"].params)], results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""SpeCache in the decode loop: guesses choose rows and nothing else, and no step waits for the rows of the next."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import api, memory
+from kvjax.sampling import row_keys, sampler
+from kvjax.testing import full_copies, toy_model
+from kvjax.types import KvjaxError
+
+loop = importlib.import_module("kvjax.generate")
+PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
+EXACT = "specache:bits=1,group=8,residual=8,topk=99"
+SMALL = "specache:bits=1,group=8,residual=8,topk=3"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(windows=(None, 5, None))
+
+
+def start(model, method, temperature=0.0, length=12):
+    """A carry after the look-ahead, its sampler and its setting."""
+    s, parsed = sampler(temperature, None, None, None), kvjax.parse(method)
+    last, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
+    carry = loop.begin(last, state, row_keys(jax.random.key(0), 3), jnp.zeros((0,), jnp.int32), s, length)
+    setting = api.setting(model, parsed, state.capacity)
+    if parsed.lookahead:
+        carry = jax.jit(loop.look_ahead, static_argnames="setting")(model.params, carry, s, setting=setting)
+    return carry, s, setting
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
+    """Then guess and truth have equal logits, and share their randomness."""
+    carry, s, setting = start(model, "specache:bits=1,group=8,residual=64", temperature)
+    step = jax.jit(loop.step, static_argnames="setting")
+    for _ in range(8):
+        guess = carry.guess
+        carry = step(model.params, carry, s, setting=setting)
+        np.testing.assert_array_equal(carry.token, guess)
+
+
+def test_only_true_tokens_are_kept(model):
+    """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
+    out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
+    carry, s, setting = start(model, EXACT, length=9)
+    step = jax.jit(loop.step, static_argnames="setting")
+    for _ in range(8):
+        carry = step(model.params, carry, s, setting=setting)
+    assert [row.tolist() for row in np.asarray(carry.out)] == out.tokens
+    whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
+    _, state = kvjax.prefill(model, whole, kvjax.zoo.offload(), capacity=64)
+    np.testing.assert_array_equal(carry.state.length, state.length)
+    for got, want in zip(carry.state.layers, state.layers, strict=True):
+        np.testing.assert_array_equal(got.pos, want.pos)
+        for a, b in ((got.k, want.k), (got.v, want.v)):
+            assert a.host
+            a, b = np.asarray(memory.unpack(a)), np.asarray(memory.unpack(b))
+            for row, ids in enumerate(whole):
+                np.testing.assert_allclose(a[row, :, : len(ids)], b[row, :, : len(ids)], atol=2e-5)
+
+
+def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
+    """`extend` brings its own guesses: fed with what the loop chose, it gives the logits that chose it."""
+    parsed = kvjax.parse(SMALL)
+    out = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=9).tokens
+    _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
+    logits, _ = kvjax.extend(model, [row[:-1] for row in out], state, parsed)
+    np.testing.assert_array_equal(np.asarray(logits).argmax(-1), np.array(out)[:, 1:])
+
+
+def test_a_row_of_a_padded_batch_is_the_row_alone(model):
+    parsed = kvjax.parse(SMALL)
+    together = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=12).tokens
+    assert together == [kvjax.generate(model, [p], parsed, max_new_tokens=12).tokens[0] for p in PROMPTS]
+
+
+def test_a_second_turn_of_unequal_length(model):
+    """Rows that end early in the chunk are left alone by what follows."""
+    parsed, more = kvjax.parse(SMALL), [[5, 6, 7, 8], [9], [1, 2]]
+    _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
+    together = kvjax.generate(model, more, parsed, max_new_tokens=8, state=state).tokens
+    for i, prompt in enumerate(PROMPTS):
+        _, alone = kvjax.prefill(model, [prompt], parsed, capacity=64)
+        assert kvjax.generate(model, [more[i]], parsed, max_new_tokens=8, state=alone).tokens[0] == together[i]
+
+
+def statements(text: str) -> list[str]:
+    """The statements of a lowered program's main function, each with the regions inside it."""
+    main = text[text.index("@main") :]
+    lines = main[: main.index("\n  }")].splitlines()[1:]
+    out: list[str] = []
+    for line in lines:
+        if re.match(r"    (%|return|\")", line):
+            out.append(line)
+        else:
+            out[-1] += "\n" + line
+    return out
+
+
+def after_the_fetch(text: str) -> list[str]:
+    """All statements that need a row fetched from the host in this step."""
+    found, needed = [], set()
+    for s in statements(text):
+        uses = set(re.findall(r"%\w+", s.split("=", 1)[-1]))
+        fetch = '_xla_compute_type = "host"' in s
+        if fetch or uses & needed:
+            result = re.match(r"    (%\w+)", s)
+            needed |= {result.group(1)} if result else set()
+            found += [] if fetch else [s]
+    return found
+
+
+def lowered(model, method: str) -> str:
+    carry, s, setting = start(model, method)
+    return jax.jit(loop.step, static_argnames="setting").lower(model.params, carry, s, setting=setting).as_text()
+
+
+def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
+    model = toy_model()
+    after = after_the_fetch(lowered(model, SMALL))
+    assert len(after) > 4 * model.config.layers and after[-1].startswith("    return")
+    called = {name for s in after for name in re.findall(r"call @(\w+)", s)}
+    assert all(name.startswith(("_where", "annotate_device_placement")) for name in called)
+    assert not any(op in s for s in after for op in ("dot_general", "while", "case", "reduce"))
+    waits = after_the_fetch(lowered(model, SMALL + ",speculative=false"))
+    assert any("dot_general" in s for s in waits)
+
+
+def test_the_loop_copies_no_host_buffer(model):
+    carry, s, setting = start(model, SMALL)
+    args = {"params": model.params, "carry": carry, "limit": jnp.int32(5), "sampler": s}
+    program = loop.UNTIL.compile(**args, setting=setting)[0].as_text()
+    assert not full_copies(program, carry.state.layers[0].k.data.shape)
+
+
+def test_beams_and_trees_are_refused(model):
+    method = kvjax.parse(SMALL).plan(model.config)[0]
+    _, state = kvjax.prefill(model, [[1, 2, 3]], kvjax.parse(SMALL), capacity=64)
+    q, k = jnp.zeros((1, 2, 2, 3, 8)), jnp.zeros((1, 2, 3, 8))
+    with pytest.raises(KvjaxError, match="at most one guess, got 3 tokens: no tree or beam"):
+        method.extend(state.layers[0], q, k, k, jnp.asarray([[3, 4, 5]], jnp.int32), 1)
+    with pytest.raises(KvjaxError, match="2 rows were given for a state of 1 rows"):
+        kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))
