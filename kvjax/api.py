@@ -38,7 +38,7 @@ def setting(
     plan, slots = method.plan(model.config), ()
     if prompts is not None:
         lengths = {int(n) for n in prompts}
-        room = round_up(capacity - max(lengths))
+        room = round_up(capacity - max(lengths), 16)  # so that similar prompts share one compiled program
         slots = tuple(min(capacity, max(map(layer.kept, lengths)) + room) for layer in plan)
     return Setting(model.config, plan, capacity, slots, model.mesh)
 
