@@ -21,10 +21,10 @@ class Obs(NamedTuple):
 def mass(
     block: Block, obs: Obs, by: Array, window: int | None = None, queries_at_once: int = 64
 ) -> tuple[Array, Array]:
-    """The attention that each slot receives: softmax weights in float32, summed over queries that count `by` f32[B Q].
+    """The attention that each slot receives: float32 softmax weights, summed over queries that count `by` f32[B Q].
 
     Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `by` over the queries
-    that see the slot f32[B 1|K S]. Padding queries count 0 and empty slots receive 0, whatever they hold. Memory
+    that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold. Memory
     grows with `queries_at_once` x S, never with Q x S.
     """
     B, K, G, Q, H = obs.q.shape
@@ -36,7 +36,7 @@ def mass(
 
     def add(total, xs):
         q, pos, by = xs
-        by = jnp.where(pos >= 0, by, 0.0)[:, None, None, :, None]
+        by = by[:, None, None, :, None]
         seen = visible(block.pos, pos, window)
         p, _, l = weights(jnp.where(seen, scores(q, block.k), NEG))
         received = (p * (by / jnp.maximum(l, 1e-30)[..., None])).sum(3)

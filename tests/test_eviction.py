@@ -23,6 +23,7 @@ SELECT = [
     "accumulated:budget=12,recent=4,sinks=4,unit=page4 + kvcrush:share=0.5,anchor=mean",
     "snapkv:budget=12,window=4,kernel=3 + kmeans:share=0.5,iterations=2",
     "snapkv:budget=12,window=4,kernel=3 + kvcrush + kivi:bits=4,group=4,residual=4 + kcache:n=4,device_layers=0",
+    "snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3",
     "accumulated:budget=12 + specache:bits=1,group=8,residual=8,topk=3",
 ]
 ONLINE = [
@@ -57,9 +58,12 @@ def test_the_kept_are_real_tokens_within_the_budget_and_the_others_are_gone(mode
                 assert len(set(positions.tolist())) == len(positions) <= layer.kept(len(prompt))
                 assert positions.max() < len(prompt)
                 assert len(positions) == layer.kept(len(prompt)) or "page" in method
-    if "specache" not in method and "kivi" not in method:
+    if "recompress" in method:
+        assert all(s.pos.shape[2] == 12 + 3 for s in state.layers)
+    elif "specache" not in method and "kivi" not in method:
         room = 32  # 27 tokens may follow the longest prompt, rounded up to a multiple of 16
-        assert all(s.pos.shape[2] == max(m.kept(len(p)) for p in PROMPTS) + room for m, s in zip(plan, state.layers))
+        most = [max(layer.kept(len(p)) for p in PROMPTS) for layer in plan]
+        assert [s.pos.shape[2] for s in state.layers] == [n + room for n in most]
 
 
 @pytest.mark.parametrize("method", SELECT)
@@ -97,6 +101,33 @@ def test_what_stands_on_nothing_says_so(model):
 def test_units_have_a_kind_and_a_size(unit):
     with pytest.raises(KvjaxError, match="page32|at least 1 token"):
         kvjax.parse(f"snapkv:unit={unit}")
+
+
+def test_compressing_again_keeps_the_budget_and_the_newest(model):
+    parsed = kvjax.parse("snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3")
+    _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
+    for step in range(7):
+        _, state = kvjax.extend(model, [[9]] * 4, state, parsed)
+        for heads in kvjax.kept_positions(state):
+            for prompt, row in zip(PROMPTS, heads, strict=True):
+                seen = len(prompt) + step + 1
+                for positions in row:
+                    assert len(positions) <= min(seen, 15) and (len(positions) >= 12 or len(positions) == seen)
+                    np.testing.assert_array_equal(positions[-2:], np.arange(seen - 2, seen)[-len(positions) :])
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("recompress", "finds none"),
+        ("accumulated:budget=12 + recompress", "use `h2o`"),
+        ("snapkv:budget=64 + kivi:group=4,residual=4 + recompress", "quantise rows twice"),
+        ("snapkv:budget=64 + offload + recompress", "plain rows on the device"),
+    ],
+)
+def test_what_cannot_be_compressed_again_says_so(model, method, why):
+    with pytest.raises(IncompatibleMethod, match=why):
+        kvjax.prefill(model, PROMPTS, kvjax.parse(method))
 
 
 def test_a_stream_without_end_takes_constant_bytes(model):

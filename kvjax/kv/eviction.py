@@ -13,7 +13,7 @@ from kvjax.kv.scorers import Scorer
 from kvjax.kv.selection import Chunk, Page, Token, Unit
 from kvjax.models.config import Config
 from kvjax.observe import Obs
-from kvjax.types import Block, KvjaxError
+from kvjax.types import Array, Block, KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,18 @@ class Eviction:
         """Most tokens that a prompt of this length leaves."""
         return int(self._table(length)[length])
 
+    @property
+    def target(self) -> int:
+        """Tokens that are left of a text without end."""
+        return max(self.budget.kept(2**30, self.layer, self.layers), self.sinks + self.recent)
+
     def __call__(self, block: Block, obs: Obs | None, slots: int, rest: Rest | None) -> Block:
         """block [B K T H] -> the tokens kept, in `slots` slots; rest chooses some of them to stand for the lost."""
         keep = jnp.asarray(self._table(block.pos.shape[2]))[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)]
-        keep = jnp.minimum(keep, slots)
+        return self.choose(block, obs, jnp.minimum(keep, slots), slots, rest)
+
+    def choose(self, block: Block, obs: Obs | None, keep: Array, slots: int, rest: Rest | None) -> Block:
+        """The same with so many tokens of each row, keep i32[B]."""
         return evict(
             block, obs, keep, slots, self.scorer, self.sinks, self.recent, self.unit, self.per, rest, self.window
         )

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.kv.online import Kept, at_least, attend_one, clean, need, one_by_one, put_at, put_rows, select
+from kvjax.kv.online import Kept, admit, at_least, attend, clean, need, one_by_one, select
 from kvjax.models.config import Config
 from kvjax.observe import Obs, mass
 from kvjax.types import Array, Block, KvjaxError
@@ -19,8 +19,9 @@ class H2O:
     A token's score is the attention it has received, softmax over what is kept, summed over the query heads of its
     key/value head; the prompt's queries seed it, in full causal attention. A step attends to all of the
     heavy + recent tokens and to itself, adds its attention, and then, over budget, evicts for good the lowest score
-    that is not among the last `recent` (the newest included); of equal scores the older goes. Its slot takes the
-    newest token. A longer prompt is cut in one go: the best `heavy` of all but the last `recent`.
+    that is not among the last `recent` (the newest included); of equal scores the older goes. So there is one
+    slot more, where the newest token goes before anything leaves. A longer prompt is cut in one go: the best `heavy` of
+    all but the last `recent`.
 
     decay: every step first multiplies all scores by it (A2SF; 1: H2O; 0: the last query alone, like TOVA). normalise:
     "none" (the paper; favours old tokens), or "visible-count", the score over the number of queries that could see
@@ -75,7 +76,7 @@ class H2O:
         pos = jnp.broadcast_to(block.pos, score.shape)
         protected = pos > last[..., None] - self.recent
         rank = jnp.where(protected, jnp.inf, self._rank(score, pos, last[..., None]))
-        return select(block, score, rank, self.budget, self.budget)
+        return select(block, score, rank, self.budget, self.budget + 1)
 
     def extend(
         self, state: Kept, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
@@ -88,22 +89,17 @@ class H2O:
         return one_by_one(step, state, q, clean(Block(k, v, q_pos[:, None])), commit)
 
     def _step(self, state: Kept, q: Array, fresh: Block, window: int | None) -> tuple[Array, Kept]:
-        out, p, own = attend_one(state, q, fresh, window)
         t = fresh.pos  # [B 1 1]
-        score = self.decay * state.score + self._share(p.sum(2))
-        own = self._share(own.sum(2, keepdims=True))
-        rank = jnp.where(state.pos > t - self.recent, jnp.inf, self._rank(score, state.pos, t))
-        rank = jnp.where(state.pos < 0, -jnp.inf, rank)
-        lowest = rank == rank.min(2, keepdims=True)
-        victim = jnp.argmin(jnp.where(lowest, state.pos, jnp.iinfo(jnp.int32).max), 2, keepdims=True).astype(jnp.int32)
-        slot = jnp.where(t >= 0, victim, -1)  # [B K 1]
-        pos = jnp.broadcast_to(t, slot.shape)
-        return out, Kept(
-            put_rows(state.k, fresh.k, slot),
-            put_rows(state.v, fresh.v, slot),
-            put_at(state.pos, pos, slot),
-            put_at(jnp.where(t >= 0, score, state.score), own, slot),
-        )
+        state = admit(state, fresh)
+        out, p = attend(state, q, t[:, 0], window)
+        score = jnp.where(t >= 0, self.decay * state.score + self._share(p.sum(2)), state.score)
+        old = (state.pos >= 0) & (state.pos <= t - self.recent)
+        rank = jnp.where(old, self._rank(score, state.pos, t), jnp.inf)
+        lowest = old & (rank == rank.min(2, keepdims=True))
+        first = jnp.where(lowest, state.pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
+        full = (state.pos >= 0).all(2, keepdims=True) & (t >= 0)
+        pos = jnp.where(full & lowest & (state.pos == first), -1, state.pos)
+        return out, dataclasses.replace(state, pos=pos, score=score)
 
     def _share(self, received: Array) -> Array:
         """Attention received, f32[B K S], as the heads choose by it."""

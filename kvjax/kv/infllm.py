@@ -89,8 +89,12 @@ class InfLLM:
         return length
 
     def ring(self, slots: int) -> int:
-        """Slots for recent tokens, with room for `slots` tokens per row: whole blocks, so that none wraps around."""
-        most = self.local + self.block - 1 + self.chunk
+        """Slots for recent tokens, with room for `slots` tokens per row: whole blocks, so that none wraps around.
+
+        The window, an unfinished block, the last chunk and this one: tokens are written before blocks are cut, as the
+        other order would copy the ring at every step.
+        """
+        most = self.local + self.block - 1 + 2 * self.chunk
         return -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block
 
     def most_blocks(self, slots: int) -> int:
@@ -135,7 +139,7 @@ class InfLLM:
             out, state = self._pieces(state, q, Block(k, v, pos), window)
             outs.append(out)
         else:
-            state = self._form(state)
+            state = self._form(state, state.n)
         if commit < T:
             ahead = Block(ahead_k, ahead_v, ahead_pos)
             outs.append(
@@ -154,8 +158,8 @@ class InfLLM:
         return _join(out, T), state
 
     def _piece(self, state: Memory, q: Array, fresh: Block, window: int | None) -> tuple[Array, Memory]:
-        """One chunk: old blocks first, so that the host is written before it is read; then write, then read."""
-        state = self._write(self._form(state), fresh)
+        """One chunk: written, then the blocks cut that the last one completed, then read: host writes come first."""
+        state = self._form(self._write(state, fresh), state.n)
         out, mass = self._attend(state, q, fresh.pos[:, 0], q.shape[3], window)
         return out, dataclasses.replace(state, mass=state.mass + mass)
 
@@ -176,19 +180,18 @@ class InfLLM:
     def _slot(self, pos: Array, S: int) -> Array:
         return jnp.where(pos < self.sinks, pos, self.sinks + (pos - self.sinks) % (S - self.sinks))
 
-    def _form(self, state: Memory) -> Memory:
-        """Moves blocks to the host until no row has block + local tokens left behind its sinks and blocks."""
+    def _form(self, state: Memory, n: Array) -> Memory:
+        """Moves blocks of the first n i32[B] tokens to the host, until fewer than block + local of them are left."""
         if state.blocks is None:
             return state
         with jax.named_scope("form"):
-            return lax.while_loop(lambda s: self._due(s).any(), self._form_one, state)
+            target = jnp.minimum((n - self.sinks - self.local) // self.block, state.keys.shape[3])
+            due = lambda s: target > s.formed  # noqa: E731
+            return lax.while_loop(lambda s: due(s).any(), lambda s: self._form_one(s, due(s)), state)
 
-    def _due(self, state: Memory) -> Array:
-        return jnp.minimum((state.n - self.sinks - self.local) // self.block, state.keys.shape[3]) > state.formed
-
-    def _form_one(self, state: Memory) -> Memory:
-        """One more block in every row that is due."""
-        due, at = self._due(state), state.formed
+    def _form_one(self, state: Memory, due: Array) -> Memory:
+        """One more block in every row that is due bool[B]."""
+        at = state.formed
         B, K, G, N, H = state.keys.shape
         pos = self.sinks + at[:, None] * self.block + jnp.arange(self.block, dtype=jnp.int32)[None]
         slot = self._slot(pos, state.pos.shape[2])[:, None]  # [B 1 block]

@@ -11,6 +11,7 @@ from jax import lax
 
 from kvjax import memory
 from kvjax.attention import attend_dense, combine, merge
+from kvjax.kv import again
 from kvjax.kv.codecs import Codec, Host, Plain
 from kvjax.kv.crush import Rest
 from kvjax.kv.eviction import Eviction
@@ -27,7 +28,7 @@ class Method:
 
     select: which of a prompt's tokens are kept at all; what is decoded is kept in any case, one row a token. rest: how
     a share of the selection goes to tokens that stand for the lost ones. k, v: codecs of keys and values. read: which
-    slots a query reads. device_layers: so many first layers stay on the device and are read in full (KCache, section
+    slots a query reads. again: whenever so many tokens have been decoded, select again (0: never). device_layers: so many first layers stay on the device and are read in full (KCache, section
     4.1). name: how reports call it.
     """
 
@@ -36,10 +37,13 @@ class Method:
     k: Codec = Plain()
     v: Codec = Plain()
     read: Reader = Full()
+    again: int = 0
     device_layers: int = 0
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
+        if self.again < 0:
+            raise KvjaxError(f"again must be 0 (never) or a number of tokens, got {self.again}")
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
 
@@ -74,9 +78,12 @@ class Method:
         rest = dataclasses.replace(self, device_layers=0, name="")
         first = dataclasses.replace(rest, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         plan = (first,) * self.device_layers + (rest,) * (layers - self.device_layers)
-        if not self.select:
-            return plan
-        return tuple(dataclasses.replace(m, select=self.select.at(i, config)) for i, m in enumerate(plan))
+        if self.select:
+            plan = tuple(dataclasses.replace(m, select=self.select.at(i, config)) for i, m in enumerate(plan))
+        if self.again:
+            for layer in plan:
+                again.check(layer)
+        return plan
 
     def kept(self, length: int) -> int:
         """Slots that a prompt of this many tokens takes in this layer."""
@@ -84,6 +91,8 @@ class Method:
 
     def prefill(self, block: Block, slots: int, obs: Obs | None = None) -> LayerState:
         """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries obs; `slots` are needed."""
+        if self.again:
+            slots = min(slots, self.select.target + self.again)
         if self.select:
             block = self.select(block, obs, min(slots, block.pos.shape[2]), self.rest)
         unit = math.lcm(self.k.unit, self.v.unit, self.read.unit)
@@ -91,9 +100,8 @@ class Method:
         k, v = (jnp.pad(x, [*grow, (0, 0)]) for x in (block.k, block.v))
         block = Block(k, v, jnp.pad(block.pos, grow, constant_values=-1))
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return LayerState(
-            self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), block.pos, n, self.read.begin(block)
-        )
+        k, v = self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos)
+        return LayerState(k, v, block.pos, n, self.read.begin(block), again.begin(obs) if self.again else None)
 
     def extend(
         self, state: LayerState, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
@@ -104,9 +112,11 @@ class Method:
         A chunk of T tokens gives what T single steps give.
         """
         T = q.shape[3]
-        if commit > 1 and (self.k.stepwise or self.v.stepwise or self.read.stepwise):
+        if commit > 1 and (self.k.stepwise or self.v.stepwise or self.read.stepwise or self.again):
             return self._extend_singly(state, q, k, v, q_pos, commit, window)
         fresh = Block(k, v, q_pos[:, None])
+        if self.again and commit:
+            state = again.compress(self, dataclasses.replace(state, seen=again.see(state.seen, q[:, :, :, :1], q_pos[:, :1])))
         with jax.named_scope("append"):
             state = self._append(state, jax.tree.map(lambda x: x[:, :, :commit], fresh))
         with jax.named_scope("read"):

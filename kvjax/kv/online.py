@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import memory
-from kvjax.attention import NEG, attend_dense, combine, mix, scores, visible, weights
+from kvjax.attention import NEG, mix, scores, visible, weights
 from kvjax.models.config import Config
 from kvjax.models.layers import rope_angles, rotate
 from kvjax.observe import Obs
-from kvjax.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.types import Array, Block, KvjaxError, pytree
 
 
 @pytree
@@ -94,20 +94,20 @@ def select(block: Block, score: Array, rank: Array, count: int, slots: int) -> K
     return Kept(memory.pack(grow(k, 0)), memory.pack(grow(v, 0)), grow(pos, -1), grow(score, 0))
 
 
-def attend_one(state: Kept, q: Array, fresh: Block, window: int | None) -> tuple[Array, Array, Array]:
-    """Attention of one fresh token per row to what is kept and to itself, in one softmax.
+def admit(state: Kept, fresh: Block) -> Kept:
+    """Puts one fresh token per row [B K 1 H] into the first empty slot of each head, with score 0; padding nowhere."""
+    slot = jnp.where(fresh.pos >= 0, jnp.argmin(state.pos, 2, keepdims=True).astype(jnp.int32), -1)
+    pos = jnp.broadcast_to(fresh.pos, slot.shape)
+    k, v = put_rows(state.k, fresh.k, slot), put_rows(state.v, fresh.v, slot)
+    return Kept(k, v, put_at(state.pos, pos, slot), put_at(state.score, jnp.zeros(slot.shape, state.score.dtype), slot))
 
-    q [B K G 1 H], fresh [B K 1 H] -> (out f32[B K G 1 H]; weights f32[B K G S] of the slots; its own f32[B K G]).
-    """
-    q_pos = fresh.pos[:, 0]
+
+def attend(state: Kept, q: Array, q_pos: Array, window: int | None) -> tuple[Array, Array]:
+    """One query per row, q [B K G 1 H], over all slots -> (out f32[B K G 1 H], softmax weights f32[B K G S])."""
     s = jnp.where(visible(state.pos, q_pos, window), scores(q, memory.unpack(state.k)), NEG)
-    p, m, l = weights(s)
-    own = attend_dense(q, fresh, q_pos, window)
-    both = combine(Partial(mix(p, memory.unpack(state.v)), m, l), own)
-    total = jnp.maximum(both.l, 1e-30)
-    p = p * (jnp.exp(m - both.m) / total)[..., None]
-    alone = own.l * jnp.exp(own.m - both.m) / total
-    return both.o / total[..., None], p[..., 0, :], alone[..., 0]
+    p, _, l = weights(s)
+    p = p / jnp.maximum(l, 1e-30)[..., None]
+    return mix(p, memory.unpack(state.v)), p[:, :, :, 0]
 
 
 def one_by_one(step: Callable, state: Any, q: Array, fresh: Block, commit: int) -> tuple[Array, Any]:

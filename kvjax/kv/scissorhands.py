@@ -11,13 +11,12 @@ from jax import lax
 from kvjax.attention import NEG, scores, visible, weights
 from kvjax.kv.online import (
     Kept,
+    admit,
     at_least,
-    attend_one,
+    attend,
     clean,
     need,
     one_by_one,
-    put_at,
-    put_rows,
     ranked,
     select,
 )
@@ -34,8 +33,9 @@ class Scissorhands:
     of a key/value head, the cache is compressed to budget - m tokens, m = floor(drop * budget), and fills again: the
     counts are taken over the last `history` steps, those of the last `recent` tokens are set to 0, and the highest
     go; of equal counts the older goes (so the recent ones always stay). A step counts a token when its softmax weight,
-    averaged over the query heads of its key/value head, is below 1/t, with t the tokens that step attended to.
-    A prompt above the budget is compressed right away, by the full attention of its last `history` queries.
+    averaged over the query heads of its key/value head, is below 1/t, with t the tokens that step attended to. There is
+    one slot more than the budget, for the token that comes before the others leave. A prompt above the budget is
+    compressed right away, by the full attention of its last `history` queries.
 
     The history is held as one count per slot, not as history bits per slot: the step of the next compression is known,
     so only the last `history` steps before it are counted. What this cannot do is look back beyond the previous
@@ -93,8 +93,8 @@ class Scissorhands:
         pos = jnp.broadcast_to(block.pos, count.shape)
         n, over = n[:, None, None], over[:, None, None]
         rank = jnp.where(pos > n - 1 - self.recent, 0, -count)
-        state = select(block, count, rank, self.budget, self.budget)
-        drop = over & (jnp.arange(self.budget)[None, None] >= self.low)  # slots come in the order of rank
+        state = select(block, count, rank, self.budget, self.budget + 1)
+        drop = over & (jnp.arange(self.budget + 1)[None, None] >= self.low)  # slots come in the order of rank
         return dataclasses.replace(state, pos=jnp.where(drop, -1, state.pos), score=jnp.where(over, 0, state.score))
 
     def extend(
@@ -108,30 +108,22 @@ class Scissorhands:
         return one_by_one(step, state, q, clean(Block(k, v, q_pos[:, None])), commit)
 
     def _step(self, state: Kept, q: Array, fresh: Block, window: int | None) -> tuple[Array, Kept]:
-        out, p, own = attend_one(state, q, fresh, window)
         t, real = fresh.pos, fresh.pos >= 0  # [B 1 1]
-        seen = visible(state.pos, fresh.pos[:, 0], window)[:, :, 0, 0]
-        mean = 1 / (seen.sum(2, keepdims=True, dtype=jnp.int32) + 1).astype(jnp.float32)
+        state = admit(state, fresh)
+        out, p = attend(state, q, t[:, 0], window)
+        seen = visible(state.pos, t[:, 0], window)[:, :, 0, 0]
+        mean = 1 / jnp.maximum(seen.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # steps until the compression
-        counts = real & (left < self.history)
-        count = state.score + (counts & seen & (p.mean(2) < mean)).astype(jnp.int32)
-        own = (counts & (own.mean(2, keepdims=True) < mean)).astype(jnp.int32)
-        due = real & (left == 0)
-        pos, count = lax.cond(due.any(), lambda x: self._compress(*x, t, due), lambda x: x, (state.pos, count))
-        slot = jnp.where(real, jnp.argmin(pos, 2, keepdims=True).astype(jnp.int32), -1)  # the first empty one
-        return out, Kept(
-            put_rows(state.k, fresh.k, slot),
-            put_rows(state.v, fresh.v, slot),
-            put_at(pos, jnp.broadcast_to(t, slot.shape), slot),
-            put_at(count, jnp.where(due, 0, own), slot),
-        )
+        counts = real & (left < self.history) & seen & (p.mean(2) < mean)
+        count, due = state.score + counts.astype(jnp.int32), real & (left == 0)
+        pos, count = lax.cond(due.any(), self._compress, lambda pos, count, *_: (pos, count), state.pos, count, t, due)
+        return out, dataclasses.replace(state, pos=pos, score=count)
 
     def _compress(self, pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
-        """Of rows that are due all but low - 1 slots are emptied: the newest token is the last to stay."""
-        rank = jnp.where(pos > t - self.recent, 0, -count)
-        order = ranked(rank, pos)
+        """Of rows that are due, all but `low` slots of each head are emptied."""
+        order = ranked(jnp.where(pos > t - self.recent, 0, -count), pos)
         place = jax.vmap(jax.vmap(lambda o: jnp.zeros_like(o).at[o].set(jnp.arange(o.size, dtype=o.dtype))))(order)
-        return jnp.where(due & (place >= self.low - 1), -1, pos), jnp.where(due, 0, count)
+        return jnp.where(due & (place >= self.low), -1, pos), jnp.where(due, 0, count)
 
 
 def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_once: int = 16) -> Array:

@@ -136,9 +136,8 @@ class Random:
     def score_both(self, block: Block, obs: Obs | None = None, window: int | None = None) -> Scores:
         pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
         head = jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
-        kv = (draw(self.seed, jnp.broadcast_to(head, pos.shape), jnp.maximum(pos, 0)) >> 8).astype(
-            jnp.float32
-        ) * np.float32(2**-24)
+        bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
+        kv = bits.astype(jnp.float32) * np.float32(2**-24)
         return _masked(kv[:, :, None], kv, block.pos >= 0)
 
 

@@ -17,6 +17,7 @@ class LayerState:
     pos: Array  # i32[B 1|K S], original positions, -1 empty
     n: Array  # i32[B], slots in use
     aux: Any = None  # of the reader
+    seen: Any = None  # the latest queries, where the selection will be made again
 
 
 @pytree

@@ -228,6 +228,15 @@ def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", se
     return Method(rest=KMeans(share, iterations, features, seed))
 
 
+@recipe("periodic compression while decoding, as kvpress' DecodingPress does it")
+def recompress(every: int = 128) -> Method:
+    """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
+
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer looks at the latest queries.
+    """
+    return Method(again=every)
+
+
 @recipe("StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2")
 def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> StreamingLLM:
     """The first and the most recent tokens, in constant memory for a text without end.

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.kv import Method, compose, zoo
 from kvjax.types import IncompatibleMethod
-from tests.contract.layer import LENGTHS
+from tests.contract.layer import LENGTHS, G
 
 LONGEST = int(LENGTHS.max())
 
@@ -40,7 +40,8 @@ class Row:
     """A method, the same at its exact limit (from decode step `exact_from` on), and what the recipe says it takes.
 
     k, v: what keys and values take. host: which of "kv" are on the host. beside: what the reader keeps on the device.
-    budget: prompt tokens that stay. per_head: whether each head has its own. constant: slots that never grow, and
+    budget: prompt tokens that stay. per_head: whether each head has its own. again: tokens until the next selection, by
+    the last two queries. constant: slots that never grow, and
     marks: bytes beside each of them (per key/value head). All this is from the recipe: not from the code.
     """
 
@@ -54,6 +55,7 @@ class Row:
     exact_from: int = 0
     budget: int | None = None
     per_head: bool = False
+    again: int | None = None
     constant: int | None = None
     marks: int = 0
 
@@ -63,14 +65,17 @@ class Row:
             each = (4 if self.per_head else 0) + self.marks
             shared = 0 if self.per_head else 4 * B * self.constant
             return {"device": B * K * self.constant * (2 * H * size + each) + shared, "pinned_host": 0}
+        seen = 0
         if self.budget is not None:
             S += min(self.budget, LONGEST) - LONGEST
+        if self.again is not None:
+            S, seen = min(S, self.budget + self.again), B * 2 * (K * G * H * size + 4)
         unit = math.lcm(self.unit, self.k.unit, self.v.unit)
         S = -(-S // unit) * unit
         args, held = (B, K, S, H, size), {"k": self.k, "v": self.v}
         book = 4 * B * S * (K if self.per_head else 1) + 4 * B  # positions of the slots, and one length per row
         moves = {name: h.moves(*args) for name, h in held.items()}
-        stays = sum(h.stays(*args) for h in held.values()) + self.beside(*args) + book
+        stays = sum(h.stays(*args) for h in held.values()) + self.beside(*args) + book + seen
         on_host = sum(moves[name] for name in self.host)
         return {"device": sum(moves.values()) - on_host + stays, "pinned_host": on_host}
 
@@ -132,7 +137,7 @@ MAIN: dict[str, Row] = {
     "kivi 4 bits": _kivi(4),
     "specache": _specache(),
     "snapkv": _evicts(_snapkv, 6),
-    "h2o": Row(zoo.h2o(3, 2), zoo.h2o(90, 10), constant=5, per_head=True, marks=4),
+    "h2o": Row(zoo.h2o(3, 2), zoo.h2o(90, 10), constant=6, per_head=True, marks=4),
 }
 
 ROWS: dict[str, Row] = {
@@ -151,15 +156,17 @@ ROWS: dict[str, Row] = {
     "kvcrush": _evicts(_snapkv, 7, zoo.kvcrush(0.5)),
     "kvcrush in pages": _evicts(_paged, 8, zoo.kvcrush(0.5, anchor="mean", rule="stride", bits="positions")),
     "kmeans": _evicts(_snapkv, 7, zoo.kmeans(0.5, iterations=2)),
+    "snapkv again": _evicts(_snapkv, 6, zoo.recompress(3), again=3),
+    "kvcrush again": _evicts(_snapkv, 7, compose(zoo.kvcrush(0.5), zoo.recompress(2)), again=2),
     "streaming_llm": Row(zoo.streaming_llm(3, 2), zoo.streaming_llm(90, 2), constant=6),
     "streaming_llm at true positions": Row(
         zoo.streaming_llm(3, 2, reindex=False), zoo.streaming_llm(90, 2, reindex=False), constant=6
     ),
     "h2o per layer": Row(
-        zoo.h2o(3, 2, 0.9, "visible-count", "layer"), zoo.h2o(90, 10), constant=5, per_head=True, marks=4
+        zoo.h2o(3, 2, 0.9, "visible-count", "layer"), zoo.h2o(90, 10), constant=6, per_head=True, marks=4
     ),
     "scissorhands": Row(
-        zoo.scissorhands(6, history=4, recent=2), zoo.scissorhands(90, recent=2), constant=6, per_head=True, marks=4
+        zoo.scissorhands(6, history=4, recent=2), zoo.scissorhands(90, recent=2), constant=7, per_head=True, marks=4
     ),
 }
 
@@ -182,6 +189,7 @@ def pair(x: Row, y: Row) -> Row | IncompatibleMethod:
         max(x.exact_from, y.exact_from),
         x.budget if y.budget is None else y.budget,
         x.per_head or y.per_head,
+        x.again if y.again is None else y.again,
         x.constant if y.constant is None else y.constant,
         x.marks or y.marks,
     )

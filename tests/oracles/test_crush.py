@@ -172,6 +172,20 @@ def test_packed_distances(n):
     np.testing.assert_array_equal(got, (a != b).sum(-1))
 
 
+def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they_are():
+    units, _ = some_units(1)
+    values = np.array([5.0] * 8 + [1.0, 1.5, 2.0, 9.0, 9.5])
+    rows = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
+    keys = np.broadcast_to(rows[:, None, :, None, None], units.keys.shape)
+    every = np.ones((3, 13), bool)
+    got = representatives(KMeans(), Units(units.scores, keys, every, every), np.full(3, 7, np.int32), 11)
+    start = np.argsort(numbers(0, 13), kind="stable")[:7]
+    for row, x in zip(np.asarray(got), rows, strict=True):
+        want = oracle.kmeans(dict(enumerate(x[:, None])), start, 10)
+        assert sorted(row[row >= 0].tolist()) == sorted(want) and len(want) < 7
+        assert len(set(x[want])) == len(want)
+
+
 def test_at_token_level_the_mean_anchor_is_zeros():
     units, count = some_units(1)
     mean, zeros = (representatives(KVCrush(anchor=a), units, count, 11) for a in ("mean", "zeros"))
