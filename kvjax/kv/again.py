@@ -12,6 +12,7 @@ from kvjax.kv.state import LayerState
 from kvjax.observe import Obs
 from kvjax.types import Array, Block, IncompatibleMethod
 
+
 def check(method) -> None:
     """Raises IncompatibleMethod for slots that cannot be compressed again."""
     if not method.select:
@@ -44,15 +45,15 @@ def begin(obs: Obs | None) -> Obs | None:
     return Obs(q, jnp.take_along_axis(obs.pos, at, 1))
 
 
-def see(seen: Obs | None, q: Array, q_pos: Array) -> Obs | None:
-    """The same after the query q [B K G 1 H] at q_pos i32[B 1], where that is a token."""
-    if seen is None:
-        return None
-    B, K, G, W, H = seen.q.shape
+def see(state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    """Takes in the query q [B K G 1 H] at q_pos i32[B 1], where that is a token."""
+    if state.seen is None:
+        return state
+    B, K, G, W, H = state.seen.q.shape
     at = jnp.where(q_pos[:, 0] >= 0, q_pos[:, 0] % W, W)
-    put = lambda data, x: memory.put(data, x, at)  # noqa: E731
-    new = put(seen.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H)).reshape(seen.q.shape)
-    return Obs(new, put(seen.pos[:, None], q_pos[:, None])[:, 0])
+    new = memory.put(state.seen.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
+    pos = memory.put(state.seen.pos[:, None], q_pos[:, None], at)[:, 0]
+    return dataclasses.replace(state, seen=Obs(new.reshape(state.seen.q.shape), pos))
 
 
 def compress(method, state: LayerState) -> LayerState:

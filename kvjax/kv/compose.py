@@ -20,8 +20,8 @@ def compose(a: Method, b: Method) -> Method:
             if y == Method():
                 return x
             raise IncompatibleMethod(
-                f"{x.name or x} decides itself, at every step, what is kept and read, so {y.name or y} finds no slot to "
-                "fill; leave one of them out"
+                f"{x.name or x} decides itself, at every step, what is kept and read, so {y.name or y} finds no slot "
+                "to fill; leave one of them out"
             )
     default = Method()
     merged: dict[str, Any] = {}

@@ -67,7 +67,7 @@ class H2O:
         """Slots that a prompt of this many tokens takes."""
         return min(length, self.budget)
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None, keep: Array | None = None) -> Kept:
+    def prefill(self, block: Block, slots: int, obs: Obs | None) -> Kept:
         """The state after a prompt, block [B K T H], seen by the queries obs; its size does not depend on `slots`."""
         obs = need(obs, "H2O", "all queries")
         last = block.pos.max((1, 2))[:, None]  # [B 1]

@@ -113,7 +113,7 @@ class InfLLM:
         mass = jnp.zeros((B, K, G, S), jnp.float32)
         return Memory(rows, rows, jnp.full((B, 1, S), -1, jnp.int32), mass, zero, zero, blocks, keys)
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None, keep: Array | None = None) -> Memory:
+    def prefill(self, block: Block, slots: int, obs: Obs | None) -> Memory:
         """The state after a prompt, block [B K T H], whose queries are all in obs: `extend`, chunk by chunk."""
         q = need(obs, "InfLLM", "all queries").q
         state = self.empty(q.shape[0], slots, block.k.dtype)

@@ -225,7 +225,7 @@ class Kivi:
         return max(fits, default=1), chunk
 
     def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
-        """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; unsettled ones are finite."""
+        """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; finite if unsettled."""
         per_group = self.group if self.axis == "channel" else 1
         of = lambda buf, n: memory.piece(buf, row, rows, start // n, count // n)  # noqa: E731
         codes = quant.unpack(

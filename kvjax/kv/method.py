@@ -27,9 +27,9 @@ class Method:
     """What is stored where, and what a query reads; every combination is a value.
 
     select: which of a prompt's tokens are kept at all; what is decoded is kept in any case, one row a token. rest: how
-    a share of the selection goes to tokens that stand for the lost ones. k, v: codecs of keys and values. read: which
-    slots a query reads. again: whenever so many tokens have been decoded, select again (0: never). device_layers: so many first layers stay on the device and are read in full (KCache, section
-    4.1). name: how reports call it.
+    a share of the selection goes to tokens that stand for the lost ones. again: whenever so many tokens have been
+    decoded, select again (0: never). k, v: codecs of keys and values. read: which slots a query reads. device_layers:
+    so many first layers stay on the device and are read in full (KCache, section 4.1). name: how reports call it.
     """
 
     select: Eviction | None = None
@@ -116,7 +116,8 @@ class Method:
             return self._extend_singly(state, q, k, v, q_pos, commit, window)
         fresh = Block(k, v, q_pos[:, None])
         if self.again and commit:
-            state = again.compress(self, dataclasses.replace(state, seen=again.see(state.seen, q[:, :, :, :1], q_pos[:, :1])))
+            state = again.see(state, q[:, :, :, :1], q_pos[:, :1])
+            state = again.compress(self, state)
         with jax.named_scope("append"):
             state = self._append(state, jax.tree.map(lambda x: x[:, :, :commit], fresh))
         with jax.named_scope("read"):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention import NEG, visible, weights
+from kvjax.kv import fused
 from kvjax.kv.codecs import Codec
 from kvjax.kv.state import LayerState
 from kvjax.types import Array, Block, KvjaxError, Partial
@@ -50,9 +51,21 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Full(Reader):
-    """All slots; what lives on the host is brought back whole."""
+    """All slots; what lives on the host is brought back whole.
+
+    kernel: how packed codes are read. "xla": a piece at a time, on any device. "pallas": in one kernel, made for NVIDIA
+    GPUs (elsewhere interpreted, slowly). "auto": the kernel where there is such a GPU.
+    """
+
+    kernel: str = "auto"
+
+    def __post_init__(self):
+        if self.kernel not in fused.KERNELS:
+            raise KvjaxError(f"kernel must be one of {', '.join(fused.KERNELS)}, got {self.kernel!r}")
 
     def read(self, k, v, state, q, q_pos, window, guessed=None) -> tuple[Partial, Any]:
+        if fused.wanted(self.kernel, k, v):
+            return by_query_blocks(lambda q, q_pos: fused.read(k, v, state, q, q_pos, window), q, q_pos, 2), None
         keys, values = k.load(state.k), v.load(state.v)
 
         def attend(q, q_pos):

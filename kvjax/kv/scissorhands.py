@@ -81,7 +81,7 @@ class Scissorhands:
         """Slots that a prompt of this many tokens takes."""
         return length if length <= self.budget else self.low
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None, keep: Array | None = None) -> Kept:
+    def prefill(self, block: Block, slots: int, obs: Obs | None) -> Kept:
         """The state after a prompt, block [B K T H], seen by the queries obs; its size does not depend on `slots`."""
         n = block.pos.max((1, 2)) + 1
         over = n > self.budget  # [B]

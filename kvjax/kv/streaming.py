@@ -56,7 +56,7 @@ class StreamingLLM:
         """Slots that a prompt of this many tokens takes."""
         return min(length, self.budget)
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None = None, keep: Array | None = None) -> Kept:
+    def prefill(self, block: Block, slots: int, obs: Obs | None = None) -> Kept:
         """The state after a prompt, block [B K T H]; its size does not depend on `slots`."""
         B, K, _, H = block.k.shape
         S = self.budget + 1

@@ -17,7 +17,7 @@ from kvjax.kv.infllm import InfLLM
 from kvjax.kv.kivi import Kivi
 from kvjax.kv.kmeans import KMeans
 from kvjax.kv.method import Method
-from kvjax.kv.readers import TopV
+from kvjax.kv.readers import Full, TopV
 from kvjax.kv.scissorhands import Scissorhands
 from kvjax.kv.specache import Speculative
 from kvjax.kv.streaming import StreamingLLM
@@ -86,14 +86,18 @@ def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, gran
 
 
 @recipe("KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4")
-def kivi(bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved") -> Method:
+def kivi(
+    bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved", kernel: str = "auto"
+) -> Method:
     """Keys in groups of tokens per channel and values in groups of channels per token, in 1, 2, 4 or 8 bits.
 
     group: elements that share a scale and a minimum (the paper: 32). residual: recent tokens in full precision (the
     paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or "original" (KIVI's rule). Attention
-    in the prompt is exact; a residual as long as prompt and answer makes all of it exact.
+    in the prompt is exact; a residual as long as prompt and answer makes all of it exact. kernel: "auto", "xla" or
+    "pallas", see `readers.Full`.
     """
-    return Method(k=Kivi(bits, group, "channel", residual, one_bit), v=Kivi(bits, group, "token", residual, one_bit))
+    low = lambda axis: Kivi(bits, group, axis, residual, one_bit)  # noqa: E731
+    return Method(k=low("channel"), v=low("token"), read=Full(kernel))
 
 
 @recipe("SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3")

@@ -174,7 +174,7 @@ def test_packed_distances(n):
 
 def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they_are():
     units, _ = some_units(1)
-    values = np.array([5.0] * 8 + [1.0, 1.5, 2.0, 9.0, 9.5])
+    values = np.array([5.0] * 8 + [-0.6, 0.1, 0.7, 2.0, 9.0])
     rows = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
     keys = np.broadcast_to(rows[:, None, :, None, None], units.keys.shape)
     every = np.ones((3, 13), bool)
