@@ -24,7 +24,7 @@ PREFILL = Program(forward.prefill, static=("setting",))
 CHUNK = Program(forward.prefill_chunk, static=("setting",), donate=("past",))
 ENCODE = Program(forward.encode_layer, static=("layer", "setting"))
 UNEMBED = Program(forward.unembed, static=("setting",))
-EXTEND = Program(forward.extend, static=("setting",))
+EXTEND = Program(forward.extend, static=("setting", "decoded"))
 
 
 def setting(
@@ -135,13 +135,16 @@ def _prefill_chunks(model, ids, method, capacity, chunk, progress):
     return out, State(tuple(layers), place_lengths, capacity)
 
 
-def extend(model: Model, ids: Prompts, state: State, method: Method) -> tuple[Array, State]:
+def extend(model: Model, ids: Prompts, state: State, method: Method, *, decoded: bool = False) -> tuple[Array, State]:
     """Runs further tokens of every row on a state: (logits f32[B T V], a new state); the given state stays usable.
 
-    Rows may be of unequal length; beyond a row's length the logits mean nothing. Raises when the state has no room.
+    Rows may be of unequal length; beyond a row's length the logits mean nothing. decoded: the tokens stand for what
+    the method would decode, so one that looks ahead must guess each next token, as it does then, and is not told.
+    Raises when the state has no room.
     """
     args = fresh_inputs(model, token_ids(model, ids), state)
-    return EXTEND(params=model.params, **args, state=state, setting=setting(model, method, state.capacity))
+    s = setting(model, method, state.capacity)
+    return EXTEND(params=model.params, **args, state=state, setting=s, decoded=decoded)
 
 
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: Method) -> list[np.ndarray]:
@@ -154,7 +157,7 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: Method
     out = first[:, None]
     if longest > 1:
         fed = [c[:-1] or [0] for c in continuations]  # a row of one token feeds padding that nothing reads
-        out = jnp.concatenate([out, extend(model, fed, state, method)[0]], 1)
+        out = jnp.concatenate([out, extend(model, fed, state, method, decoded=True)[0]], 1)
     tokens, _ = pad(continuations, longest)
     logp = np.asarray(log_probs(out, jnp.asarray(tokens)))
     return [row[: len(c)] for row, c in zip(logp, continuations, strict=True)]

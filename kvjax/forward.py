@@ -185,24 +185,34 @@ def unembed(params: Any, hidden: Array, setting: Setting) -> Array:
     return decoder.apply({"params": params}, hidden, method=Decoder.unembed)
 
 
-def extend(params: Any, tokens: Array, state: State, setting: Setting, lengths: Array | None = None):
+def extend(
+    params: Any,
+    tokens: Array,
+    state: State,
+    setting: Setting,
+    lengths: Array | None = None,
+    decoded: bool = False,
+) -> tuple[Array, State]:
     """tokens i32[B T] after what the state holds -> (logits f32[B T V], state); lengths i32[B] when rows are padded.
 
-    Under a method with lookahead the tokens are decoded one by one, each beside the model's own guess of the next.
+    A method with lookahead takes them one by one, each beside the next one, which is known; after the last one, and
+    after all of them if they stand for what is `decoded`, beside the model's own guess.
     """
     real = _positions(tokens, lengths) >= 0
     if not any(m.lookahead for m in setting.plan):
         return advance(params, tokens, state, setting, tokens.shape[1], real)
     first, state = advance(params, tokens[:, :1], state, setting, 0, real[:, :1])
+    known = jnp.zeros_like(real) if decoded else jnp.pad(real[:, 1:], [(0, 0), (0, 1)])
+    following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
 
     def step(carry, xs):
-        (guess, state), (token, real) = carry, xs
-        both, known = jnp.stack([token, guess], 1), jnp.stack([real, real], 1)
-        logits, state = advance(params, both, state, setting, 1, known)
+        (guess, state), (token, real, following, known) = carry, xs
+        both = jnp.stack([token, jnp.where(known, following, guess)], 1)
+        logits, state = advance(params, both, state, setting, 1, jnp.stack([real, real], 1))
         return (logits[:, 1].argmax(-1).astype(jnp.int32), state), logits[:, 0]
 
     guess = first[:, 0].argmax(-1).astype(jnp.int32)
-    (_, state), logits = lax.scan(step, (guess, state), (tokens.T, real.T))
+    (_, state), logits = lax.scan(step, (guess, state), (tokens.T, real.T, following.T, known.T))
     return logits.swapaxes(0, 1), state
 
 

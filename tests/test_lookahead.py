@@ -70,12 +70,25 @@ def test_only_true_tokens_are_kept(model):
 
 
 def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
-    """`extend` brings its own guesses: fed with what the loop chose, it gives the logits that chose it."""
+    """With guesses of its own: fed with what the loop chose, `extend` gives the logits that chose it."""
     parsed = kvjax.parse(SMALL)
     out = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=9).tokens
     _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
-    logits, _ = kvjax.extend(model, [row[:-1] for row in out], state, parsed)
+    logits, _ = kvjax.extend(model, [row[:-1] for row in out], state, parsed, decoded=True)
     np.testing.assert_array_equal(np.asarray(logits).argmax(-1), np.array(out)[:, 1:])
+
+
+def test_tokens_that_are_given_choose_their_own_rows(model):
+    """Then the next token is known, so each finds the rows that its own query chose, as if it had waited for them."""
+    ahead, waiting = (kvjax.parse(SMALL + more) for more in ("", ",speculative=false"))
+    fed, outs = [list(range(70, 75))] * 3, []
+    for method in (ahead, waiting):
+        _, state = kvjax.prefill(model, PROMPTS, method, capacity=64)
+        outs.append(np.asarray(kvjax.extend(model, fed, state, method)[0]))
+    _, state = kvjax.prefill(model, PROMPTS, ahead, capacity=64)
+    guessed = np.asarray(kvjax.extend(model, fed, state, ahead, decoded=True)[0])
+    far = lambda x: np.abs(x - outs[1]).mean()  # noqa: E731
+    assert far(outs[0]) < 0.5 * far(guessed)
 
 
 def test_a_row_of_a_padded_batch_is_the_row_alone(model):

@@ -38,7 +38,7 @@ def continuation(model: Model, method: Method, tokens: np.ndarray, context: int)
     Returns (log-probabilities in nats f32[B T-context], the likeliest token at each of these places).
     """
     first, state = api.prefill(model, tokens[:, :context], method, capacity=tokens.shape[1])
-    rest, _ = api.extend(model, tokens[:, context:-1], state, method)
+    rest, _ = api.extend(model, tokens[:, context:-1], state, method, decoded=True)
     logits = jnp.concatenate([first[:, None], rest], 1)
     target = jnp.asarray(tokens[:, context:], jnp.int32)
     return np.asarray(api.log_probs(logits, target)), np.asarray(logits.argmax(-1))

@@ -17,11 +17,7 @@ from kvjax.types import KvjaxError
 
 EMPTY = -1e29  # below this, a maximum is that of no scores at all
 # An interpreted kernel is a large program that runs for milliseconds: optimising it would take most of the time.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Case(NamedTuple):
@@ -227,6 +223,7 @@ def test_errors_name_the_value():
                 attend(**changed(**changes))
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_lowers_for_cuda_without_a_device(dtype):
     """Into a Triton program; whether that compiles is seen on a GPU only."""
