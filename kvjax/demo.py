@@ -19,7 +19,19 @@ from kvjax.kv.accounting import state_bytes
 from kvjax.kv.strings import parse
 from kvjax.model import Model, load
 
-METHODS = ("full", "offload", "kcache:n=128", "kcache:n=32", "kcache:n=8", "kcache:n=2", "kcache:n=2,device_layers=0")
+METHODS = (
+    "full",
+    "offload",
+    "kcache:n=32",
+    "kivi:bits=2",
+    "kivi:bits=1,residual=64",
+    "specache:bits=1",
+    "snapkv:budget=512",
+    "snapkv:budget=512 + kvcrush",
+    "snapkv:budget=512 + kvcrush + kivi:bits=4",
+    "h2o:heavy=256,recent=256",
+    "streaming_llm:recent=508",
+)
 CONTEXT, INSTANCES, QUESTIONS = 2048, 8, 8
 CODE_CONTEXT, CODE_ROWS, CODE_TOKENS = 1536, 8, 512
 NEW_TOKENS = 64
@@ -70,7 +82,7 @@ def table(rows: list[Row]) -> Table:
     """For people."""
     look = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}  # fits 80 columns
     t = Table(title=f"{CONTEXT:,}-token contexts, {INSTANCES} at a time", **look)
-    t.add_column("method", no_wrap=True)
+    t.add_column("method", max_width=29)
     for name in ("recall", "bits/B", "= full", "device", "host", "tok/s"):
         t.add_column(name, justify="right", no_wrap=True)
     t.caption = "bits/B: of held-out source code; = full: code tokens predicted as `full` does; KiB a context"

@@ -139,6 +139,13 @@ def test_a_stream_without_end_takes_constant_bytes(model):
     assert sizes[0] == sizes[1]
 
 
+def test_blocks_on_the_host_are_kept(model):
+    _, state = kvjax.prefill(model, PROMPTS, kvjax.parse(ONLINE[-1]))
+    for heads in kvjax.kept_positions(state):
+        for prompt, row in zip(PROMPTS, heads, strict=True):
+            np.testing.assert_array_equal(row[0], np.arange(len(prompt)))
+
+
 def test_a_restricted_prefill_takes_no_chunk(model):
     with pytest.raises(KvjaxError, match="leave `chunk` out"):
         kvjax.prefill(model, PROMPTS, kvjax.parse(ONLINE[-1]), chunk=8)

@@ -21,10 +21,11 @@ def state_bytes(state: Any) -> dict[str, int]:
 
 def kept_positions(state: State) -> list[list[list[np.ndarray]]]:
     """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the state holds."""
+    pos = [np.asarray(s.positions() if hasattr(s, "positions") else s.pos) for s in state.layers]
+    heads = max(p.shape[1] for p in pos)
 
-    def layer(pos, heads):
-        pos = np.broadcast_to(np.asarray(pos), (pos.shape[0], heads, pos.shape[2]))
-        return [[np.sort(head[head >= 0]) for head in row] for row in pos]
+    def layer(p):
+        p = np.broadcast_to(p, (p.shape[0], heads, p.shape[2]))
+        return [[np.sort(head[head >= 0]) for head in row] for row in p]
 
-    heads = max(s.pos.shape[1] for s in state.layers)
-    return [layer(s.pos, heads) for s in state.layers]
+    return [layer(p) for p in pos]

@@ -30,6 +30,11 @@ class Memory:
     blocks: memory.Buffer | None  # [B K blocks (tokens of a block * 2 H)], key without RoPE and value of each token
     keys: Array | None  # [B K G blocks H], the representative key of each block
 
+    def positions(self) -> Array:
+        """i32[B 1 n]: all tokens seen, since blocks on the host are never dropped; -1 beyond a row's own."""
+        p = jnp.arange(self.n.max())[None, None]
+        return jnp.where(p < self.n[:, None, None], p, -1)
+
 
 @dataclasses.dataclass(frozen=True)
 class InfLLM:
