@@ -2,7 +2,7 @@
 
 from kvjax.api import extend, logits, prefill, score
 from kvjax.generate import Result, generate, stream
-from kvjax.kv import Method, State, compose, kept_positions, parse, parse_many, state_bytes, zoo
+from kvjax.kv import Method, State, compose, kept_positions, parse, parse_many, planned_bytes, state_bytes, zoo
 from kvjax.model import Model, load, random_model
 from kvjax.models import Config
 from kvjax.types import IncompatibleMethod, KvjaxError
@@ -23,6 +23,7 @@ __all__ = [
     "logits",
     "parse",
     "parse_many",
+    "planned_bytes",
     "prefill",
     "random_model",
     "score",

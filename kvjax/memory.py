@@ -55,7 +55,8 @@ def is_host(x) -> bool:
 
 def kind(x) -> str:
     """Memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
-    return "pinned_host" if getattr(x, "memory_space", None) == HOST or is_host(x) else "device"
+    space = x.memory_space if isinstance(x, jax.core.AbstractValue) else jax.typeof(x).memory_space
+    return "pinned_host" if space == HOST else "device"
 
 
 def pack(x: Array, host: bool = False) -> Buffer:

@@ -26,6 +26,7 @@ SELECT = [
     "snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3",
     "accumulated:budget=12 + specache:bits=1,group=8,residual=8,topk=3",
 ]
+EVERYTHING = "kivi:bits=4,group=8,residual=8 + specache:bits=1,group=8,residual=8,topk=3"
 ONLINE = [
     "h2o:heavy=6,recent=4",
     "scissorhands:budget=10,history=6,recent=2",
@@ -149,3 +150,13 @@ def test_blocks_on_the_host_are_kept(model):
 def test_a_restricted_prefill_takes_no_chunk(model):
     with pytest.raises(KvjaxError, match="leave `chunk` out"):
         kvjax.prefill(model, PROMPTS, kvjax.parse(ONLINE[-1]), chunk=8)
+
+
+@pytest.mark.parametrize("method", ["full", "kcache:n=4", EVERYTHING, *SELECT, *ONLINE])
+def test_planned_bytes_are_those_of_the_state(model, method):
+    parsed, prompt = kvjax.parse(method), list(range(1, 49))
+    _, state = kvjax.prefill(model, [prompt], parsed, capacity=64)
+    planned = kvjax.planned_bytes(parsed, model.config, 48, capacity=64, dtype=np.float32)
+    used = kvjax.state_bytes(state)
+    used["device"] -= 4  # the row's length, once for the model
+    assert planned == used

@@ -15,7 +15,6 @@ from kvjax.types import Array
 class Codec(Protocol):
     """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale."""
 
-    unit: int  # S is a multiple of it
     stepwise: bool  # whether fresh tokens must be written one by one
 
     def encode(self, x: Array, pos: Array) -> Any:
@@ -53,7 +52,6 @@ class Codec(Protocol):
 class Plain:
     """Rows as they are, in the model's dtype, on the device."""
 
-    unit = 1
     stepwise = False
 
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
@@ -95,10 +93,6 @@ class Host:
 
     def __post_init__(self):
         object.__setattr__(self, "inner", self.inner.on_host())
-
-    @property
-    def unit(self) -> int:
-        return self.inner.unit
 
     @property
     def stepwise(self) -> bool:

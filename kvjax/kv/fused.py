@@ -30,9 +30,11 @@ def read(k: Kivi, v: Kivi, state: LayerState, q: Array, q_pos: Array, window: in
     """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
     settled = jnp.minimum(state.k.settled, state.v.settled)
     interpret = jax.default_backend() != "gpu"
-    body = packed.attend(
-        q, _codes(state.k), _codes(state.v), state.pos, q_pos, settled, bits=k.bits, window=window, interpret=interpret
-    )
+    k_codes, v_codes = _codes(state.k), _codes(state.v)
+    S = k_codes.words.shape[2] * k.per
+    grow = max(S - state.pos.shape[2], 0)
+    pos = jnp.pad(state.pos, [(0, 0), (0, 0), (0, grow)], constant_values=-1)[:, :, :S]
+    body = packed.attend(q, k_codes, v_codes, pos, q_pos, settled, bits=k.bits, window=window, interpret=interpret)
     idx = settled[:, None, None] + jnp.arange(v.places, dtype=jnp.int32)[None, None]
     inside = idx < state.pos.shape[2]
     at = jnp.broadcast_to(jnp.minimum(idx, state.pos.shape[2] - 1), (*q.shape[:2], v.places))

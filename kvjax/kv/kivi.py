@@ -25,6 +25,7 @@ class Packed:
     lo: memory.Buffer  # as scale
     recent: Array  # [B K P H]
     settled: Array  # i32[B]
+    slots: int = dataclasses.field(metadata={"static": True})  # of the cache; codes have room for those that may settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Kivi:
         """Tokens that leave the residual at a time."""
         return self.residual if self.axis == "channel" else 1
 
-    @property
-    def unit(self) -> int:
-        """Slots come in multiples of this: whole words, whole groups."""
-        return math.lcm(self.per, self.residual)
+    def room(self, slots: int) -> int:
+        """Slots that codes have room for in a cache of `slots`: all whole residuals, in whole words and groups."""
+        whole = math.lcm(self.per, self.group)
+        return max(-(-(slots // self.residual * self.residual) // whole), 1) * whole
 
     def on_device(self) -> Kivi:
         return dataclasses.replace(self, packed="tokens")
@@ -97,10 +98,11 @@ class Kivi:
     def encode(self, x: Array, pos: Array) -> Packed:
         self._check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        settled = self.settled(n)
+        settled, slots = self.settled(n), x.shape[2]
+        recent = memory.take(x, self._held(settled, n)[:, None])
+        x = _resized(x, self.room(slots), 2)
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
         codes, scale, lo = self._quantise(x)
-        recent = memory.take(x, self._held(settled, n)[:, None])
         known = inside if self.axis == "token" else inside[:, :, :: self.group]
         keep = lambda a, ok: jnp.where(ok, a, jnp.zeros((), a.dtype))  # noqa: E731
         return Packed(
@@ -109,6 +111,7 @@ class Kivi:
             memory.pack(keep(lo, known)),
             recent,
             settled,
+            slots,
         )
 
     def write(self, stored: Packed, x: Array, at: Array) -> Packed:
@@ -133,6 +136,7 @@ class Kivi:
             memory.append(stored.lo, lo, groups, due),
             stored.recent,
             jnp.where(due, at + count, at),
+            stored.slots,
         )
 
     def _add_codes(self, words: memory.Buffer, codes: Array, at: Array, due: Array) -> memory.Buffer:
@@ -147,7 +151,8 @@ class Kivi:
         """[B K S H] in the dtype that came in."""
         codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
         held = self._join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
-        S = held.shape[2]
+        S = stored.slots
+        held = _resized(held, S, 2)
         slot = jnp.arange(S, dtype=jnp.int32)[None]
         newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
         return jnp.where((slot < stored.settled[:, None])[:, None, :, None], held, newest)
@@ -174,7 +179,7 @@ class Kivi:
     def scores(self, q: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
         B, K, G, T, H = q.shape
-        S = self._slots(stored)
+        S = self.room(stored.slots)
         rows, chunk = self._piece_size(stored)
         q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
 
@@ -189,16 +194,19 @@ class Kivi:
             return s if S % chunk == 0 else jnp.concatenate([s, piece(row, S // chunk * chunk, S % chunk)], -1)
 
         held = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, S)
+        S = stored.slots
+        held = _resized(held, S, 4)
         newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
         newest = jnp.tile(newest, -(-S // self.places))[..., :S]
         return jnp.where(self._is_settled(stored, S), held, newest)
 
     def mix(self, p: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
-        B, K, G, T, S = p.shape
+        B, K, G, T, _ = p.shape
         H = stored.recent.shape[3]
         rows, chunk = self._piece_size(stored)
-        held = jnp.where(self._is_settled(stored, S), p, 0.0).reshape(B * K, G, T, S)
+        S = self.room(stored.slots)
+        held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), S, 4).reshape(B * K, G, T, S)
 
         def piece(row, start, count):
             p = lax.dynamic_slice(held, (row, 0, 0, start), (rows, G, T, count))
@@ -212,15 +220,15 @@ class Kivi:
 
         out = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, H)
         slot = self._held(stored.settled)
-        newest = jnp.take_along_axis(p, jnp.minimum(slot, S - 1)[:, None, None, None], 4)
-        newest = jnp.where((slot < S)[:, None, None, None], newest, 0.0)
+        newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
+        newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
         return out + attention.mix(newest, stored.recent.astype(jnp.float32))
 
     def _piece_size(self, stored: Packed) -> tuple[int, int]:
         """(rows of B * K, slots) dequantised at a time: PIECE numbers at most, where that is possible."""
         B, K, _, H = stored.recent.shape
         whole = math.lcm(self.per, self.group)
-        chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, self._slots(stored))
+        chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, self.room(stored.slots))
         fits = [n for n in range(1, B * K + 1) if B * K % n == 0 and n * chunk * H <= PIECE]
         return max(fits, default=1), chunk
 
@@ -263,9 +271,6 @@ class Kivi:
         slot = jnp.arange(S, dtype=jnp.int32)[None]
         return (slot < stored.settled[:, None])[:, None, None, None]
 
-    def _slots(self, stored: Packed) -> int:
-        return stored.codes.data.shape[2] * (self.per if self.packed == "tokens" else 1)
-
     @property
     def _word_axis(self) -> int:
         return 2 if self.packed == "tokens" else 3
@@ -282,6 +287,13 @@ class Kivi:
                 f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
                 f"divide the head size {H}; keep them on the device, or use more bits"
             )
+
+
+def _resized(x: Array, n: int, axis: int) -> Array:
+    """x with n entries along an axis: the first ones, or zeros behind it."""
+    if n <= x.shape[axis]:
+        return lax.slice_in_dim(x, 0, n, axis=axis)
+    return jnp.pad(x, [(0, n - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
 
 
 def _multiples(n: int, of: int) -> str:

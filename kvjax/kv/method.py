@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +94,7 @@ class Method:
             slots = min(slots, self.select.target + self.again)
         if self.select:
             block = self.select(block, obs, min(slots, block.pos.shape[2]), self.rest)
-        unit = math.lcm(self.k.unit, self.v.unit, self.read.unit)
-        grow = [(0, 0), (0, 0), (0, -(-slots // unit) * unit - block.pos.shape[2])]
+        grow = [(0, 0), (0, 0), (0, slots - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*grow, (0, 0)]) for x in (block.k, block.v))
         block = Block(k, v, jnp.pad(block.pos, grow, constant_values=-1))
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)

@@ -21,7 +21,6 @@ class Reader:
     """Attends queries to what the codecs k and v hold. This base keeps nothing of its own beside it."""
 
     lookahead = 0  # guessed tokens that each decode step should carry
-    unit = 1  # S is a multiple of it
     stepwise = False  # whether fresh tokens must come one by one
 
     def begin(self, block: Block) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -60,10 +59,6 @@ class Speculative(Reader):
     @property
     def lookahead(self) -> int:
         return int(self.speculative)
-
-    @property
-    def unit(self) -> int:
-        return math.lcm(self.k.unit, self.v.unit)
 
     stepwise = True
 

@@ -29,7 +29,6 @@ class Held:
 
     moves: Count = lambda B, K, S, H, size: B * K * S * H * size
     stays: Count = NOTHING
-    unit: int = 1
 
 
 PLAIN = Held()
@@ -51,7 +50,6 @@ class Row:
     v: Held = PLAIN
     host: frozenset = frozenset()
     beside: Count = NOTHING
-    unit: int = 1
     exact_from: int = 0
     budget: int | None = None
     per_head: bool = False
@@ -70,8 +68,6 @@ class Row:
             S += min(self.budget, LONGEST) - LONGEST
         if self.again is not None:
             S, seen = min(S, self.budget + self.again), B * 2 * (K * G * H * size + 4)
-        unit = math.lcm(self.unit, self.k.unit, self.v.unit)
-        S = -(-S // unit) * unit
         args, held = (B, K, S, H, size), {"k": self.k, "v": self.v}
         book = 4 * B * S * (K if self.per_head else 1) + 4 * B  # positions of the slots, and one length per row
         moves = {name: h.moves(*args) for name, h in held.items()}
@@ -89,13 +85,14 @@ def _low_bits(bits: int, group: int, residual: int) -> tuple[Held, Held]:
     """Words, a scale and a minimum per group; R keys, or R + 1 values, in full precision; a count per row."""
 
     def moves(B, K, S, H, size):
+        S = max(-(-(S // residual * residual) // whole), 1) * whole  # what may leave the residual, in whole words
         return B * K * S * H * bits // 8 + 2 * B * K * (S * H // group) * size
 
     def stays(extra):
         return lambda B, K, S, H, size: B * K * (residual + extra) * H * size + 4 * B
 
-    unit = math.lcm(32 // bits, residual)
-    return Held(moves, stays(0), unit), Held(moves, stays(1), unit)
+    whole = math.lcm(32 // bits, group)
+    return Held(moves, stays(0)), Held(moves, stays(1))
 
 
 def _kivi(bits: int, group: int = 4, residual: int = 4) -> Row:
@@ -112,9 +109,7 @@ def _specache(bits: int = 1, topk: int = 3, group: int = 4, residual: int = 4, *
         return copy + speculative * B * K * topk * (2 * H * size + 4)
 
     make = lambda topk: zoo.specache(bits, group, topk, residual, **fields)  # noqa: E731
-    return Row(
-        make(topk), make(100), host=frozenset("kv"), beside=beside, unit=low[0].unit, exact_from=int(speculative)
-    )
+    return Row(make(topk), make(100), host=frozenset("kv"), beside=beside, exact_from=int(speculative))
 
 
 def _evicts(make: Callable[[int], Method], budget: int, rest: Method | None = None, **fields) -> Row:
@@ -185,7 +180,6 @@ def pair(x: Row, y: Row) -> Row | IncompatibleMethod:
         fuller(x.v, y.v, PLAIN),
         x.host | y.host,
         fuller(x.beside, y.beside, NOTHING),
-        math.lcm(x.unit, y.unit),
         max(x.exact_from, y.exact_from),
         x.budget if y.budget is None else y.budget,
         x.per_head or y.per_head,
