@@ -24,7 +24,7 @@ PREFILL = Program(forward.prefill, static=("setting",))
 CHUNK = Program(forward.prefill_chunk, static=("setting",), donate=("past",))
 ENCODE = Program(forward.encode_layer, static=("layer", "setting"))
 UNEMBED = Program(forward.unembed, static=("setting",))
-EXTEND = Program(forward.extend, static=("setting", "decoded"))
+EXTEND = Program(forward.extend, static=("setting",))
 
 
 def setting(
@@ -135,16 +135,22 @@ def _prefill_chunks(model, ids, method, capacity, chunk, progress):
     return out, State(tuple(layers), place_lengths, capacity)
 
 
-def extend(model: Model, ids: Prompts, state: State, method: Method, *, decoded: bool = False) -> tuple[Array, State]:
+def extend(
+    model: Model, ids: Prompts, state: State, method: Method, *, decoded: bool | Sequence[Sequence[bool]] = False
+) -> tuple[Array, State]:
     """Runs further tokens of every row on a state: (logits f32[B T V], a new state); the given state stays usable.
 
-    Rows may be of unequal length; beyond a row's length the logits mean nothing. decoded: the tokens stand for what
-    the method would decode, so one that looks ahead must guess each next token, as it does then, and is not told.
-    Raises when the state has no room.
+    Rows may be of unequal length; beyond a row's length the logits mean nothing. decoded: which tokens stand for what
+    the method would decode, all or those marked in each row: one that looks ahead must guess these, as it does then,
+    and is not told. Raises when the state has no room.
     """
-    args = fresh_inputs(model, token_ids(model, ids), state)
-    s = setting(model, method, state.capacity)
-    return EXTEND(params=model.params, **args, state=state, setting=s, decoded=decoded)
+    ids = token_ids(model, ids)
+    args = fresh_inputs(model, ids, state)
+    if method.lookahead and decoded is not False:
+        marks = [[True] * len(row) for row in ids] if decoded is True else decoded
+        told = [[not d for d in row[1:]] + [False] for row in marks]
+        args["told"] = place(model, pad(told, args["tokens"].shape[1])[0] > 0, "B T")
+    return EXTEND(params=model.params, **args, state=state, setting=setting(model, method, state.capacity))
 
 
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: Method) -> list[np.ndarray]:

@@ -191,18 +191,19 @@ def extend(
     state: State,
     setting: Setting,
     lengths: Array | None = None,
-    decoded: bool = False,
+    told: Array | None = None,
 ) -> tuple[Array, State]:
     """tokens i32[B T] after what the state holds -> (logits f32[B T V], state); lengths i32[B] when rows are padded.
 
-    A method with lookahead takes them one by one, each beside the next one, which is known; after the last one, and
-    after all of them if they stand for what is `decoded`, beside the model's own guess.
+    A method with lookahead takes them one by one, each beside the next one where that is told (bool[B T], all by
+    default), otherwise and after the last one beside the model's own guess.
     """
     real = _positions(tokens, lengths) >= 0
     if not any(m.lookahead for m in setting.plan):
         return advance(params, tokens, state, setting, tokens.shape[1], real)
     first, state = advance(params, tokens[:, :1], state, setting, 0, real[:, :1])
-    known = jnp.zeros_like(real) if decoded else jnp.pad(real[:, 1:], [(0, 0), (0, 1)])
+    known = jnp.pad(real[:, 1:], [(0, 0), (0, 1)])
+    known = known if told is None else known & told
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
 
     def step(carry, xs):
