@@ -152,6 +152,7 @@ def _start(model, prompts, method, s, *, max_new_tokens, seed, eos_ids, capacity
     keys = row_keys(jax.random.key(seed), len(ids))
     args = {"logits": logits, "state": state, "keys": keys, "eos": jnp.asarray(eos), "sampler": s}
     run, more = BEGIN.compile(**args, length=max_new_tokens)
+    setting = dataclasses.replace(setting, slots=())  # a step's shapes are the state's
     begun = _Run(model, run(**args), s, setting, seconds, compile_seconds + more)
     if method.lookahead and max_new_tokens > 1:
         begun.prefill_seconds += begun.run(LOOK_AHEAD)

@@ -52,34 +52,10 @@ def attend(
     Raises KvjaxError for shapes that do not fit together, bits other than 1, 2, 4 or 8, and a head dim other than a
     multiple of 16 up to 256.
     """
-    B, K, G, T, H = q.shape
     plan = _plan(q, k, v, pos, bits, window, interpret)
     if plan.slots == 0:
         return _nothing(q)
-    n, heads = pl.cdiv(G * T, ROWS), pos.shape[1] > 1  # programs for the queries of a head
-    splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORDS), PROGRAMS // (B * K * n)))
-    whole = lambda x: pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))  # noqa: E731
-    row = pl.BlockSpec((None, None, None, ROWS), lambda b, k, s: (b, k // n, s, k % n))
-    o, m, l = pl.pallas_call(
-        functools.partial(kernel, plan),
-        grid=(B, K * n, splits),
-        in_specs=[
-            pl.BlockSpec((None, None, ROWS, plan.width), lambda b, k, s: (b, k // n, k % n, 0)),
-            *(whole(x) for x in (*k, *v)),
-            pl.BlockSpec((None, None, plan.slots), lambda b, k, s: (b, k // n if heads else 0, 0)),
-            pl.BlockSpec((None, T), lambda b, k, s: (b, 0)),
-            pl.BlockSpec((None,), lambda b, k, s: (b,)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, ROWS, plan.width), lambda b, k, s: (b, k // n, s, k % n, 0)),
-            row,
-            row,
-        ],
-        out_shape=[jax.ShapeDtypeStruct((B, K, splits, G * T, *tail), jnp.float32) for tail in ((H,), (), ())],
-        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=2),
-        interpret=interpret,
-        name="packed_attention",
-    )(q.reshape(B, K, G * T, H), *k, *v, pos, q_pos, settled)
+    o, m, l = _programs(plan, splits, q, k, v, pos, q_pos, settled)
     top = m.max(2)
     w = jnp.exp(m - top[:, :, None])
     o, l = (o * w[..., None]).sum(2), (l * w).sum(2)
@@ -122,6 +98,35 @@ def values(v: Codes, bits: int) -> Array:
     codes = _unpack(v.words, bits)
     scale, lo = (x.astype(jnp.float32)[..., None] for x in (v.scale, v.lo))
     return (codes.reshape(*v.scale.shape, -1) * scale + lo).reshape(codes.shape)
+
+
+def _programs(plan: Plan, splits: int | None, q, k: Codes, v: Codes, pos, q_pos, settled) -> list[Array]:
+    """Runs the kernel: partials o f32[B K splits G*T H] and m, l f32[B K splits G*T]."""
+    B, K, G, T, H = q.shape
+    n, heads = pl.cdiv(G * T, ROWS), pos.shape[1] > 1  # programs for the queries of a head
+    splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORDS), PROGRAMS // (B * K * n)))
+    whole = lambda x: pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))  # noqa: E731
+    row = pl.BlockSpec((None, None, None, ROWS), lambda b, k, s: (b, k // n, s, k % n))
+    return pl.pallas_call(
+        functools.partial(kernel, plan),
+        grid=(B, K * n, splits),
+        in_specs=[
+            pl.BlockSpec((None, None, ROWS, plan.width), lambda b, k, s: (b, k // n, k % n, 0)),
+            *(whole(x) for x in (*k, *v)),
+            pl.BlockSpec((None, None, plan.slots), lambda b, k, s: (b, k // n if heads else 0, 0)),
+            pl.BlockSpec((None, T), lambda b, k, s: (b, 0)),
+            pl.BlockSpec((None,), lambda b, k, s: (b,)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, ROWS, plan.width), lambda b, k, s: (b, k // n, s, k % n, 0)),
+            row,
+            row,
+        ],
+        out_shape=[jax.ShapeDtypeStruct((B, K, splits, G * T, *tail), jnp.float32) for tail in ((H,), (), ())],
+        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=2),
+        interpret=plan.interpret,
+        name="packed_attention",
+    )(q.reshape(B, K, G * T, H), *k, *v, pos, q_pos, settled)
 
 
 def _nothing(q: Array) -> Partial:
