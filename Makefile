@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(VENV)/bin/kvjax demo
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
 	for b in host lowbit decode prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
 import jax
+
+_ALL: list[Program] = []
+
+
+def forget() -> None:
+    """Drops every compiled program, also those of jax.jit: a process that compiles thousands runs out of mappings."""
+    for program in _ALL:
+        program._done.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 class Program:
@@ -15,6 +26,7 @@ class Program:
         self._jit = jax.jit(fun, static_argnames=static, donate_argnames=donate)
         self._static = set(static)
         self._done: dict[Any, Any] = {}
+        _ALL.append(self)
 
     def compile(self, **kwargs) -> tuple[Any, float]:
         """(executable taking the non-static keyword arguments, seconds spent compiling now)."""

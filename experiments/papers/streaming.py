@@ -1,0 +1,178 @@
+"""A text without end through StreamingLLM: are the bytes constant, and is the loss flat?
+
+python -m experiments.papers.streaming [--tokens 100000] [--recent 1020] [--text FILE] [--out out]
+
+One long text (default: held-out source code, file after file) goes through one state, --chunk tokens a call, which
+gives what single steps give. Beside it: the same without first tokens (the paper's window attention), the same at true
+positions instead of indices inside the cache, `full` as far as --full tokens, and, as the measure of how hard the text
+is where, exact attention in windows computed anew (the paper's sliding window with re-computation). arXiv 2309.17453.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments.bench.common import machine, progress, report, table
+from experiments.papers import common
+from experiments.papers.eviction_tables import figure, save
+from kvjax import KvjaxError, Method, Model, api
+
+POINTS = 100  # of the curve, and of the slope
+PARTS = 10  # of the table
+
+
+def stream(model: Model, method: Method, tokens: np.ndarray, first: int, chunk: int) -> tuple[np.ndarray, set[int]]:
+    """Nats of tokens[first:] as one state sees them go by, and the sizes in bytes that it had after its calls."""
+    last, state = api.prefill(model, [tokens[:first]], method, capacity=len(tokens) + chunk)
+    nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(state)}
+    for at in range(first, len(tokens) - 1, chunk):
+        if (at - first) // chunk % 20 == 0:
+            progress(f"token {at:,} of {len(tokens):,}")
+        part = tokens[at : at + chunk + 1]
+        fed = np.pad(part[:-1], (0, chunk + 1 - len(part)))  # padding ends the last call only: one shape, one program
+        logits, state = api.extend(model, [fed], state, method)
+        nats.append(_nats(logits, part[1:]))
+        sizes.add(_bytes(state))
+    return np.concatenate(nats), sizes
+
+
+def _nats(logits: Any, target: np.ndarray) -> np.ndarray:
+    return -np.asarray(api.log_probs(logits[:, : len(target)], jnp.asarray(target[None], jnp.int32)))[0]
+
+
+def _bytes(state: kvjax.State) -> int:
+    return sum(kvjax.state_bytes(state).values())
+
+
+def recomputed(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:
+    """Nats of tokens[first:] under exact attention to the last `first` to 2 first - 1 tokens."""
+    starts = range(first, len(tokens), first)
+    rows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
+    nats = []
+    for i in range(0, len(rows), batch):
+        some = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
+        logits = kvjax.logits(model, some)[:, first - 1 : -1]
+        nats.append(-np.asarray(api.log_probs(logits, jnp.asarray(some[:, first:], jnp.int32))))
+    return np.concatenate(nats).reshape(-1)[: len(tokens) - first]
+
+
+def parts(nats: np.ndarray, count: int) -> np.ndarray:
+    """Means over `count` consecutive parts."""
+    return np.array([p.mean() for p in np.array_split(nats, count)])
+
+
+def slope(excess: np.ndarray, points: int) -> tuple[float, float]:
+    """Nats per 100,000 tokens by which an excess grows, least squares over its parts: (slope, standard error)."""
+    y = parts(excess, points)
+    x = (np.arange(points) + 0.5) * len(excess) / points / 1e5
+    x = x - x.mean()
+    fit = (x * y).sum() / (x * x).sum()
+    rest = y - y.mean() - fit * x
+    return float(fit), float(np.sqrt((rest**2).sum() / (points - 2) / (x * x).sum()))
+
+
+def text(args: argparse.Namespace, model: Model) -> np.ndarray:
+    """The first --tokens tokens i32 of --text, or of the held-out source code."""
+    return common.windows(argparse.Namespace(text=args.text, windows=1), model, args.length)[0]
+
+
+def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
+    """(name, method, tokens) of what is streamed."""
+    yield "streaming_llm", kvjax.zoo.streaming_llm(recent=args.recent, sinks=args.sinks), args.length
+    if args.others:
+        yield "no first tokens", kvjax.zoo.streaming_llm(recent=args.recent, sinks=0), args.length
+        true = kvjax.zoo.streaming_llm(recent=args.recent, sinks=args.sinks, reindex=False)
+        yield "true positions", true, args.length
+        yield "full", kvjax.zoo.full(), min(args.full, args.length)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--tokens", dest="length", type=int, default=100_000, help="of the text; --length says the same"
+    )
+    parser.set_defaults(length=100_000)
+    parser.add_argument("--recent", type=int, default=1020)
+    parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens a call; 1 for single steps")
+    parser.add_argument("--full", type=int, default=12_288, help="tokens that `full` goes through")
+    parser.add_argument("--batch", type=int, default=4, help="windows computed anew at a time")
+    parser.add_argument("--others", type=int, default=1, choices=(0, 1), help="0: streaming_llm alone")
+    args = parser.parse_args(argv)
+    first = args.recent + args.sinks
+    if args.length < 2 * first:
+        raise KvjaxError(f"--tokens {args.length} is less than two caches of {first}; use {2 * first} or more")
+    before, model = machine(), kvjax.load(args.model)
+    tokens = text(args, model)
+    found, sizes = {}, {}
+    for name, method, count in sides(args):
+        progress(name)
+        found[name], seen = stream(model, method, tokens[:count], first, args.chunk)
+        sizes[name] = sorted(seen)
+    progress("windows computed anew")
+    anew = recomputed(model, tokens, first, args.batch)
+    finish(args, model, before, found, sizes, anew)
+
+
+def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict[str, list[int]], anew) -> None:
+    """Tables, plot and JSON document."""
+    first, points = args.recent + args.sinks, min(POINTS, len(anew) // 20)
+    span = len(anew) / PARTS
+    rows = []
+    for i, hard in enumerate(parts(anew, PARTS)):
+        cut = lambda x, i=i: x[int(i * span) : int((i + 1) * span)]  # noqa: E731
+        reached = [cut(x).mean() if len(cut(x)) > span / 2 else None for x in found.values()]
+        rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(r and f"{r:.4f}" for r in reached)))
+    title = f"nats per token of each tenth of the text; a cache of {args.sinks} + {args.recent} tokens"
+    tables = [table(title, ("up to token", "computed anew", *found), rows)]
+    excess = {name: x - anew[: len(x)] for name, x in found.items()}
+    slopes = {name: slope(x, min(points, len(x) // 20)) for name, x in excess.items()}
+    lines = [
+        (name, f"{sizes[name][0]:,}" + ("" if len(sizes[name]) == 1 else f" to {sizes[name][-1]:,}"))
+        + (f"{x.mean():+.4f}", f"{parts(x, 10)[0]:+.4f}", f"{parts(x, 10)[-1]:+.4f}")
+        + ("{:+.4f} ±{:.4f}".format(*slopes[name]),)
+        for name, x in excess.items()
+    ]
+    columns = ("method", "bytes of the state", "excess loss", "first tenth", "last tenth", "slope per 100,000 tokens")
+    tables.append(table("loss above windows computed anew, nats per token (each over its own tokens)", columns, lines))
+    notes = [
+        "The paper's Figure 5 streams 4 million tokens at a flat perplexity (no numbers). This model saw positions up "
+        f"to {model.config.max_positions} in training; the state of `full` is allocated once, for all of its tokens.",
+        plot(args.out / "streaming.png", found, anew, first, points),
+    ]
+    results = {
+        "script": "streaming",
+        "tokens": args.length,
+        "cache": [args.sinks, args.recent],
+        "bytes": sizes,
+        "anew": parts(anew, PARTS).tolist(),
+        "nats": {name: parts(x, PARTS).tolist() for name, x in found.items()},
+        "excess": {name: float(x.mean()) for name, x in excess.items()},
+        "slope": slopes,
+    }
+    report("streaming", before, tables, notes, results)
+
+
+def plot(path: Path, found: dict[str, np.ndarray], anew: np.ndarray, first: int, points: int) -> str:
+    """Loss and loss above re-computation, along the text."""
+    fig, axes = figure(path, 2, share=False)
+    for i, (name, x) in enumerate({**found, "computed anew": anew}.items()):
+        count = max(int(points * len(x) / len(anew)), 2)
+        at = first + (np.arange(count) + 0.5) * len(x) / count
+        axes[0].plot(at, parts(x, count), color=f"C{i}", linewidth=1, label=name)
+        if x is not anew:
+            axes[1].plot(at, parts(x - anew[: len(x)], count), color=f"C{i}", linewidth=1, label=name)
+    axes[0].set(xlabel="token", ylabel="nats per token")
+    axes[1].set(xlabel="token", ylabel="nats per token above re-computation")
+    return save(fig, axes, path, 5)
+
+
+if __name__ == "__main__":
+    common.run(main)
