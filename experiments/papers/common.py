@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def add_quality(p: argparse.ArgumentParser) -> argparse.ArgumentParser:
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
     p.add_argument("--batch", type=int, default=8, help="rows at a time")
+    p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
     p.add_argument(
         "--ask",
         choices=("prompt", "cache"),
@@ -82,7 +83,7 @@ class Loop(Ours):
             self.carry = LOOK_AHEAD(**args, setting=self.setting)
 
 
-def encoded(model: Model, method: Method, dense: Sequence[tuple[Array, Array]], lengths: Array, capacity: int) -> State:
+def encoded(model: Model, method: Method, dense: Iterable[tuple[Array, Array]], lengths: Array, capacity: int) -> State:
     """The state that a method's prefill leaves, from exact keys and values [B K S H] of each layer.
 
     Only for methods that look at no query of the prompt.
@@ -90,13 +91,14 @@ def encoded(model: Model, method: Method, dense: Sequence[tuple[Array, Array]], 
     c, setting = model.config, api.setting(model, method, capacity, np.asarray(lengths))
     q = jnp.zeros((len(lengths), c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
     encode = lambda i, k, v: api.ENCODE(k=k, v=v, q=q, lengths=lengths, layer=i, setting=setting)  # noqa: E731
-    layers = tuple(encode(i, jnp.copy(k), jnp.copy(v)) for i, (k, v) in enumerate(dense))
-    return State(layers, jnp.copy(lengths), capacity)  # copies, because a decode loop consumes its state
+    layers = tuple(encode(i, k, v) for i, (k, v) in enumerate(dense))
+    return State(layers, jnp.copy(lengths), capacity)
 
 
 def encoded_like(model: Model, method: Method, exact: State) -> State:
     """`encoded`, from the state that `full` left."""
-    dense = [(memory.unpack(x.k), memory.unpack(x.v)) for x in exact.layers]
+    # Copies, so that a decode loop, which consumes its state, leaves the exact one alone.
+    dense = ((jnp.copy(memory.unpack(x.k)), jnp.copy(memory.unpack(x.v))) for x in exact.layers)
     return encoded(model, method, dense, exact.length, exact.capacity)
 
 

@@ -257,13 +257,8 @@ def measure(
     known, found, parts = common.knows_symbols(model), Found(), {}
     work = [(t, instances(args, t), Asked) for t in (args.tasks if known else ())]
     if with_text or not known:
-        work.append(
-            (
-                "text",
-                common.windows(args, model, args.length + args.tokens),
-                lambda model, rows: Continued(model, rows, args.length),
-            )
-        )
+        rows = common.windows(args, model, args.length + args.tokens)
+        work.append(("text", rows, lambda model, rows: Continued(model, rows, args.length)))
     for task, rows, make in work:
         for start in range(0, len(rows), args.batch):
             prompts = make(model, rows[start : start + args.batch])

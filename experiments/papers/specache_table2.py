@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ours = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in sizes.items())
     notes = [
         EXPLAINED,
-        f"Device bytes beside Full's, ours: {ours}. Recent and fetched tokens in full precision count, and weigh more at "
+        f"Device bytes beside Full's: {ours}. Recent and fetched tokens in full precision count, and weigh more at "
         "this length than at the paper's 8,192 to 32,768; SpeCache and InfLLM also use host memory. Groups of "
         f"{group} (the paper: 64); InfLLM's blocks have {BLOCK} tokens (the benchmark: 128).",
         "The paper's columns: cache size, and the average of 10 LongBench tasks, asked as under 'first'. The "

@@ -1,0 +1,148 @@
+"""SpeCache, Table 3: the largest batch of Mistral-7B that fits a device, and how fast such batches decode.
+
+python -m experiments.papers.specache_table3 [--memory-gb 48] [--measure small] [--batch 4] [--contexts 2048,8192,32768]
+
+The batch follows from bytes alone: weights, states by shape evaluation, what a step works with. Throughput is measured
+on a GPU, or on a model of `experiments/bench/shapes.py` named by --measure: random weights, random keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments.bench.common import machine, progress, report, summary, table
+from experiments.bench.shapes import SHAPES
+from experiments.papers import common
+from experiments.papers.specache_table1 import MODELS
+from kvjax import Config, KvjaxError, Method
+from kvjax.checkpoint import parameter_shapes
+
+GIB = 2**30
+CONFIG = MODELS["Mistral-7B"].config
+METHODS = ("full", "specache:bits=2,group={group}", "specache:bits=1,group={group}")
+# (batch, tokens per second) by context, in the order of METHODS, on one A6000 of 48 GB.
+PAPER = {
+    2048: ((44, 190.3), (272, 418.5), (410, 526.3)),
+    8192: ((11, 47.0), (82, 133.7), (134, 177.7)),
+    32768: ((3, 10.3), (22, 34.6), (36, 47.3)),
+}
+
+
+def weight_bytes(config: Config, itemsize: int = 2) -> int:
+    """Of all parameters, in 16 bits by default."""
+    return itemsize * sum(int(np.prod(shape)) for shape in parameter_shapes(config).values())
+
+
+def step_bytes(config: Config, method: Method, context: int) -> int:
+    """What one row of a decode step holds beside its cache: one layer's scores and weights, activations, logits."""
+    tokens = 1 + method.lookahead
+    scores = 2 * 4 * config.heads * context
+    activations = 2 * (4 * config.width + 2 * config.mlp_width)
+    return tokens * (scores + activations + 4 * config.vocab_size)
+
+
+def plan(config: Config, method: Method, context: int, memory_bytes: int, workspace: int) -> dict[str, Any]:
+    """The largest batch that fits, and the bytes it follows from."""
+    held = kvjax.planned_bytes(method, config, context)
+    step, weights = step_bytes(config, method, context), weight_bytes(config)
+    batch = max((memory_bytes - weights - workspace) // (held["device"] + step), 0)
+    sizes = {"weights": weights, "workspace": workspace, "row": held["device"], "row_step": step}
+    return {"batch": batch, "bytes": {**sizes, "host": batch * held["pinned_host"]}}
+
+
+def throughput(model: kvjax.Model, method: Method, batch: int, context: int, steps: int, repeats: int) -> float:
+    """Median tokens per second of all rows, after a warm-up."""
+    loop = common.random_loop(model, method, batch, context, steps * (repeats + 1))
+    loop.decode(steps)
+    return batch * steps / summary([loop.decode(steps) for _ in range(repeats)])["median"]
+
+
+def measured_model(name: str | None) -> tuple[str, kvjax.Model] | None:
+    """The random model to be timed: by default Mistral-7B in bfloat16 on a GPU, and none elsewhere."""
+    on_gpu = jax.devices()[0].platform == "gpu"
+    if name is None and not on_gpu:
+        return None
+    if name in (None, "mistral-7b"):
+        return "mistral-7b", kvjax.random_model(CONFIG, dtype=jnp.bfloat16)
+    if name not in SHAPES:
+        raise KvjaxError(f"unknown model {name!r}; --measure takes mistral-7b, {', '.join(SHAPES)}")
+    return name, kvjax.random_model(SHAPES[name])
+
+
+def measure(args: argparse.Namespace, records: list[dict[str, Any]]) -> str:
+    """Adds measured tokens per second to the records; returns a line that says of what."""
+    chosen = measured_model(args.measure)
+    if chosen is None:
+        return "Throughput: not measured, there is no GPU; --measure small times a small random model on this machine."
+    name, model = chosen
+    group = args.group if model.config.head_dim % args.group == 0 else model.config.head_dim
+    for r in records:
+        text = METHODS[r["column"]].format(group=group)
+        batch = args.batch or (r["batch"] if name == "mistral-7b" else 4)
+        progress(f"{name}, {text}, {r['context']} tokens, batch {batch}")
+        speed = throughput(model, kvjax.parse(text), batch, r["context"], args.steps, args.repeats)
+        r["measured"] = {"model": name, "method": text, "batch": batch, "tokens_per_second": speed}
+        jax.clear_caches()
+    return (
+        f"Throughput: of {name} with random weights, groups of {group}, one method after the other, batch in brackets; "
+        + ("the paper's is on an A6000." if name == "mistral-7b" else "the paper's is of Mistral-7B on an A6000.")
+    )
+
+
+COLUMNS = ("tokens", "method", "MiB/row", "+ step", "batch", "/ full", "host GiB", "paper", "/ full ")
+COLUMNS += ("tok/s", "paper ")
+NOTE = (
+    "Differs from the paper: its batches were found by trial in transformers, whose cache is copied as it grows; ours "
+    "follow from bytes, with no copy, so they are larger, most of all for `full`. Memory of the host is no limit here: "
+    "its column says what the batch would need there."
+)
+
+
+def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
+    """A record for people; `full` is the record of the same context."""
+    said, base = (PAPER.get(r["context"], (((None,) * 2),) * 3)[i] for i in (r["column"], 0))
+    b, m = r["bytes"], r.get("measured")
+    times = lambda x, y: f"{x / y:.1f}x" if x and y else None  # noqa: E731
+    ours = (f"{b['row'] / 2**20:,.1f}", f"{b['row_step'] / 2**20:,.1f}", r["batch"], times(r["batch"], full["batch"]))
+    speed = m and f"{m['tokens_per_second']:.1f} ({m['batch']})"
+    paper = (said[0], times(said[0], base[0]), speed, said[1])
+    return [f"{r['context']:,}", r["method"], *ours, f"{b['host'] / GIB:,.0f}", *paper]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plans, measures and prints; see the module's text."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--memory-gb", type=float, default=48, help="of the device, in GiB (default: the paper's A6000)")
+    p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs, fragments and pieces, in GiB")
+    p.add_argument("--contexts", type=common.numbers, default=list(PAPER))
+    p.add_argument("--group", type=int, default=64)
+    p.add_argument("--measure", help="mistral-7b (default on a GPU), " + ", ".join(SHAPES))
+    p.add_argument("--batch", type=int, default=0, help="rows that are timed (default: those planned, or 4)")
+    p.add_argument("--steps", type=int, default=8, help="tokens per turn")
+    p.add_argument("--repeats", type=int, default=5, help="turns; the median counts")
+    args = p.parse_args(argv)
+    before, records = machine(), []
+    for context in args.contexts:
+        for column, text in enumerate(t.format(group=args.group) for t in METHODS):
+            sizes = (int(args.memory_gb * GIB), int(args.workspace_gb * GIB))
+            found = plan(CONFIG, kvjax.parse(text), context, *sizes)
+            records.append({"context": context, "method": text, "column": column, **found})
+    said = measure(args, records)
+    lines = [row(r, records[i - r["column"]]) for i, r in enumerate(records)]
+    title = f"SpeCache, Table 3: Mistral-7B in bfloat16 on {args.memory_gb:g} GiB"
+    weights = (
+        f"Batch: ({args.memory_gb:g} GiB - {weight_bytes(CONFIG) / GIB:.1f} of weights - {args.workspace_gb:g} aside) "
+        "/ (state + step of a row); step: one layer's scores and weights, activations, logits."
+    )
+    report("specache_table3", before, [table(title, COLUMNS, lines)], [weights, said, NOTE], records)
+
+
+if __name__ == "__main__":
+    common.run(main)
