@@ -23,7 +23,7 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
-	for b in host lowbit decode prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
+	for b in host lowbit packed decode prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
