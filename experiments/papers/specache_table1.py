@@ -126,7 +126,7 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Computes, measures and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__))
-    parser.add_argument("--group", type=common.numbers, default=[32, 64], help="those that divide the head size")
+    parser.add_argument("--groups", type=common.numbers, default=[32, 64], help="those that divide the head size")
     parser.add_argument("--sizes-only", action="store_true", help="leave quality out")
     args = parser.parse_args(argv)
     before, found = machine(), sizes()
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _quality(args: argparse.Namespace, tables: list, notes: list[str]) -> list[dict[str, Any]]:
     model = kvjax.load(args.model)
-    records = common.measure(args, model, methods(model, args.group))
+    records = common.measure(args, model, methods(model, args.groups))
     heads = ("method", *common.columns(args, model), "paper: Mistral", "LLaMA-3")
     rows = [(r["method"], *common.cells(r), *beside(r["method"])) for r in records]
     tables.append(table(f"SpeCache, Table 1: quality of {args.model}, {args.length:,}-token contexts", heads, rows))
