@@ -100,7 +100,7 @@ def plot(rows: list[Row], path: Path) -> None:
     for ax, (field, label) in zip(axes, panels, strict=True):
         for i, r in enumerate(rows):
             x, y = r.device_bytes / 1024, getattr(r, field)
-            ax.plot(x, y, "o", color=f"C{i}", markersize=8, alpha=0.8, label=r.method)
+            ax.plot(x, y, "os^"[i // 10 % 3], color=f"C{i % 10}", markersize=8, alpha=0.8, label=r.method)
         ax.set(xlabel="bytes on the device per context (KiB)", ylabel=label)
         ax.set_xlim(left=0)
         ax.grid(alpha=0.3)

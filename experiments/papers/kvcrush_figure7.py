@@ -19,6 +19,7 @@ from experiments.papers.eviction_tables import (
     quality,
     signature_note,
 )
+from kvjax import KvjaxError
 
 # 2wikimqa of Table III: Mistral-7B-Instruct-v0.2 and Llama-3-8B-Instruct, 2,048 tokens of 4,887 on average.
 COLUMNS = ("Mistral", "Llama-3")
@@ -27,10 +28,18 @@ BEST = (28.33, 36.20)
 BASES = {"H2O": "accumulated", "SnapKV": "snapkv", "PyramidKV": "pyramidkv"}
 
 
-def lines(budget: int, unit: str, share: float, window: int = 8) -> list[Line]:
+def known(labels: Sequence[str]) -> dict[str, str]:
+    """Those of `BASES`."""
+    unknown = [label for label in labels if label not in BASES]
+    if unknown:
+        raise KvjaxError(f"unknown method {unknown[0]!r}; use {', '.join(BASES)}")
+    return {label: BASES[label] for label in labels}
+
+
+def lines(bases: dict[str, str], budget: int, unit: str, share: float, window: int = 8) -> list[Line]:
     """Each method alone, and with KVCrush: all with the same window of last tokens, as in KVCache-Factory's scripts."""
     out = []
-    for label, name in BASES.items():
+    for label, name in bases.items():
         last = "recent" if name == "accumulated" else "window"
         base = f"{name}:budget={budget},{last}={window},unit={unit}"
         out.append(Line(label, base, paper=PAPER[label] if unit == "token" else ()))
@@ -42,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
+    parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     parser.add_argument("--units", type=common.words, default="token,chunk8", help="token, or chunk and a size")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
-    groups = {unit: lines(args.budget, unit, args.share) for unit in args.units}
+    groups = {unit: lines(known(args.bases), args.budget, unit, args.share) for unit in args.units}
     every = [line for group in groups.values() for line in group]
     found = measure(model, args, ["full", *(line.method for line in every)], with_text=True)
     title = f"KVCrush, Figure 7: {args.budget} of {args.length} tokens"

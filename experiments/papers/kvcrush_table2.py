@@ -23,7 +23,7 @@ PAPER = {
     "mean": (75.2, 80.6, 76.5, 76.4, 21.0, 22.9),
     "alternate": (74.6, 80.9, 75.7, 75.6, 21.2, 22.7),
 }
-ANCHORS = ("random", "mean", "alternate", "zeros", "ones")
+ANCHORS = "random,mean,alternate,zeros,ones"
 
 
 def paged(page: int, pages: int = 16, extra: str = "per=layer") -> str:
@@ -31,11 +31,11 @@ def paged(page: int, pages: int = 16, extra: str = "per=layer") -> str:
     return f"accumulated:budget={(pages + 5) * page},sinks={page},recent={4 * page},unit=page{page},{extra}"
 
 
-def lines(base: str, share: float) -> list[Line]:
+def lines(base: str, share: float, anchors: Sequence[str]) -> list[Line]:
     """The method alone, and with KVCrush under each anchor."""
     crush = lambda a: f"{base} + kvcrush:share={share},anchor={a}"  # noqa: E731
     alone = [Line("H2O", base, paper=PAPER["H2O"])]
-    return alone + [Line(f"  kvcrush.{a}", crush(a), base, PAPER.get(a, ())) for a in ANCHORS]
+    return alone + [Line(f"  kvcrush.{a}", crush(a), base, PAPER.get(a, ())) for a in anchors]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,11 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens kept, of the variant without pages")
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; the budget is 21 pages")
     parser.add_argument("--share", type=float, default=0.75, help="of the budget, for KVCrush (the paper: 384 of 512)")
+    parser.add_argument("--anchors", type=common.words, default=ANCHORS)
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {
-        f"pages of {args.page}, {21 * args.page} of {args.length} tokens": lines(paged(args.page), args.share),
-        f"tokens, {args.budget} of {args.length}": lines(f"accumulated:budget={args.budget}", args.share),
+        f"pages of {args.page}, {21 * args.page} of {args.length} tokens": lines(
+            paged(args.page), args.share, args.anchors
+        ),
+        f"tokens, {args.budget} of {args.length}": lines(f"accumulated:budget={args.budget}", args.share, args.anchors),
     }
     found = measure(model, args, [line.method for group in groups.values() for line in group])
     tables = [quality(f"KVCrush, Table II: {name}", found, group, COLUMNS) for name, group in groups.items()]

@@ -12,7 +12,7 @@ from experiments.bench.common import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Found, arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, document, quality, signature_note
-from experiments.papers.kvcrush_figure7 import BASES
+from experiments.papers.kvcrush_figure7 import BASES, known
 
 # Average of 15 LongBench tasks: Mistral-7B-Instruct-v0.2 and Llama-3-8B-Instruct, 2,048 tokens of 7,839 on average.
 COLUMNS = ("Mistral", "Llama-3")
@@ -25,10 +25,10 @@ PAPER = {
 }
 
 
-def lines(budget: int, share: float, window: int = 8) -> list[Line]:
-    """Full, the three methods, and KVCrush on each."""
+def lines(bases: dict[str, str], budget: int, share: float, window: int = 8) -> list[Line]:
+    """Full, the methods, and KVCrush on each."""
     out, crushed = [Line("FullKV", "full", paper=PAPER["FullKV"])], []
-    for label, name in BASES.items():
+    for label, name in bases.items():
         base = f"{name}:budget={budget},{'recent' if name == 'accumulated' else 'window'}={window}"
         out.append(Line(label, base, paper=PAPER[label]))
         crushed.append(Line(f"KVCrush on {label}", f"{base} + kvcrush:share={share}", base))
@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, tasks=["phrases", "needle", "copying", "variables"])
     parser.add_argument("--budget", type=int, default=256, help="tokens kept (the paper: 2,048, about a quarter)")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
+    parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
-    every = lines(args.budget, args.share)
+    every = lines(known(args.bases), args.budget, args.share)
     found = measure(model, args, [line.method for line in every], with_text=True)
     shown = [*every, star(found, every)]
     title = f"KVCrush, Table III: {args.budget} of {args.length} tokens"

@@ -37,7 +37,6 @@ PAPER = {
     ("H2O", 8): (0.13, 36.1, 40.1),
     ("SpeCache", 8): (0.10, 40.4, 41.9),
 }
-BLOCK = 16  # tokens; the benchmark's 128 would not fit contexts this short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +53,27 @@ class Streamed(StreamingLLM):
         return self.prefill(Block(none, none, jnp.zeros((batch, 1, 0), jnp.int32)), slots)
 
 
-def methods(length: int, ratio: int, group: int) -> dict[str, Method]:
-    """The methods at 1/4 or 1/8 of a context, by name."""
+def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method]:
+    """The methods at 1/4 or 1/8 of a context, by name; group: of the quantiser, block: of InfLLM."""
     total = length // ratio
     sinks = max(int(0.021 * total), 1)
-    topk = max(int(0.324 * total) // BLOCK, 1)
-    local = total - sinks - topk * BLOCK
+    topk = max(int(0.324 * total) // block, 1)
+    local = total - sinks - topk * block
     zoo = kvjax.zoo
     return {
-        "InfLLM": zoo.infllm(BLOCK, sinks, local, topk, chunk=min(64, local)),
+        "InfLLM": zoo.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
         "StreamLLM": Streamed(total - sinks, sinks),
         "StreamLLM, prompt in full": zoo.streaming_llm(recent=total - sinks, sinks=sinks),
         "H2O": zoo.h2o(heavy=total // 2, recent=total - total // 2),
-        "SpeCache": zoo.specache(bits={4: 2, 8: 1}[ratio], group=group, topk=64, residual=64),
+        "SpeCache": zoo.specache(bits=2 if ratio == 4 else 1, group=group, topk=64, residual=64),
     }
 
 
 def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, Method]]:
     """Lines of the table, and the methods that they name."""
     made, out = {"Full": kvjax.zoo.full()}, [Line("Full", "Full", paper=PAPER["Full", 0])]
-    for ratio in (4, 8):
-        for label, method in methods(args.length, ratio, group).items():
+    for ratio in args.ratios:
+        for label, method in methods(args.length, ratio, group, args.block).items():
             name = f"{label} {ratio}x"
             made[name] = method
             out.append(Line(f"{label} {ratio}x", name, "Full", PAPER.get((label, ratio), ())))
@@ -82,7 +81,10 @@ def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, M
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(__doc__).parse_args(argv)
+    parser = arguments(__doc__)
+    parser.add_argument("--ratios", type=common.numbers, default="4,8", help="so many times smaller than the context")
+    parser.add_argument("--block", type=int, default=16, help="of InfLLM; 128 would not fit contexts this short")
+    args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     group = min(64, model.config.head_dim)
     every, made = lines(args, group)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         EXPLAINED,
         f"Device bytes beside Full's: {ours}. Recent and fetched tokens in full precision count, and weigh more at "
         "this length than at the paper's 8,192 to 32,768; SpeCache and InfLLM also use host memory. Groups of "
-        f"{group} (the paper: 64); InfLLM's blocks have {BLOCK} tokens (the benchmark: 128).",
+        f"{group} (the paper: 64); InfLLM's blocks have {args.block} tokens (the benchmark: 128).",
         "The paper's columns: cache size, and the average of 10 LongBench tasks, asked as under 'first'. The "
         "benchmark's H2O masks after an exact prefill, per query head; ours evicts then, per key/value head.",
     ]

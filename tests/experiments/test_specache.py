@@ -1,0 +1,270 @@
+"""The scripts of the SpeCache paper in miniature: sizes exactly, quality against plain generation, what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.bench.shapes import SHAPES
+from experiments.papers import (
+    common,
+    specache_figure2,
+    specache_figure5,
+    specache_table1,
+    specache_table3,
+    specache_table4,
+    specache_table5,
+)
+from kvjax import Config, KvjaxError, checkpoint
+from kvjax.eval import harness, tasks, vocab
+from kvjax.testing import toy_model
+
+SCRIPTS = {
+    "specache_figure2": specache_figure2,
+    "specache_figure5": specache_figure5,
+    "specache_table1": specache_table1,
+    "specache_table3": specache_table3,
+    "specache_table4": specache_table4,
+    "specache_table5": specache_table5,
+}
+LOW = "bits=1,group=8,residual=32"
+QUICK = "--length 96 --contexts 1 --windows 1 --tokens 3"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A random model of the shipped model's vocabulary."""
+    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
+    folder = tmp_path_factory.mktemp("tiny")
+    file = vocab.write_tokenizer(folder)
+    checkpoint.save(folder / "model", config, kvjax.random_model(config, 3).params, extra_files=[file])
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def tiny(directory) -> kvjax.Model:
+    return kvjax.load(directory)
+
+
+def printed(capsys) -> tuple[str, dict]:
+    """What people read, and the JSON document on the last line."""
+    *people, document = capsys.readouterr().out.strip().splitlines()
+    return "\n".join(people), json.loads(document)
+
+
+def test_every_size_of_the_paper_to_two_decimals():
+    said = {
+        "LLaMA-2-7B": ("0.22", "0.19"),
+        "LLaMA-2-13B": ("0.22", "0.19"),
+        "Mistral-7B": ("0.19", "0.16", "0.13", "0.10"),
+        "LLaMA-3-8B": ("0.20", "0.17", "0.14", "0.11"),
+    }
+    found = {name: [r for r in specache_table1.sizes() if r["model"] == name] for name in said}
+    for name, records in found.items():
+        for i in (0, 1):  # kivi and specache
+            assert tuple(f"{list(r['share'].values())[i]:.2f}" for r in records) == said[name]
+        assert tuple(f"{r['paper']:.2f}" for r in records) == said[name]
+
+
+def test_bytes_of_a_size_counted_by_hand():
+    (r,) = (r for r in specache_table1.sizes() if (r["model"], r["bits"], r["group"]) == ("Mistral-7B", 1, 64))
+    layers, numbers, tokens = 32, 8 * 128, 32768
+    codes = 2 * (numbers * tokens // 8 + 2 * 2 * numbers * tokens // 64)  # with a scale and a minimum of 2 bytes each
+    counts = 4 * tokens + 4  # positions, and how many there are
+    recent = lambda n: 2 * numbers * (n + n + 1)  # noqa: E731  (values stay a step longer)
+    kivi = codes + recent(128) + counts + 2 * 4
+    fetched = 2 * 2 * numbers * 64 + 4 * 8 * 64
+    specache = codes + recent(64) + counts + 2 * 4 + fetched
+    assert r["bytes"] == {
+        "full": layers * (2 * 2 * numbers * tokens + counts),
+        "kivi:bits=1,group=64": {"device": layers * kivi, "pinned_host": 0},
+        "specache:bits=1,group=64": {"device": layers * specache, "pinned_host": layers * 2 * 2 * numbers * tokens},
+    }
+
+
+def small_instances(task: str, n: int, length: int) -> list[tasks.Instance]:
+    return [tasks.TASKS[task](np.random.default_rng(i), length) for i in range(n)]
+
+
+@pytest.mark.parametrize("text", ["full", f"kivi:{LOW}", f"specache:{LOW},topk=4"])
+def test_a_shared_prefill_answers_as_generation_from_the_whole_prompt(tiny, text):
+    """Also that `full`, which comes first, leaves the exact state to the others."""
+    method, batch = kvjax.parse(text), small_instances("needle", 2, 96)
+    greedy = kvjax.generate(
+        tiny, [np.concatenate([i.context, i.questions[0].prompt]) for i in batch], method, max_new_tokens=4, eos_ids=()
+    )
+    asked = [tasks.Question(i.questions[0].prompt, np.array(t), 0.0) for i, t in zip(batch, greedy.tokens, strict=True)]
+    echo = [tasks.Instance("needle", i.context, (q,)) for i, q in zip(batch, asked, strict=True)]
+    right = common.answers(tiny, {"first": common.FULL, text: method}, echo, "prompt")
+    assert right[text] == [True, True]
+    wrong = [tasks.Instance("needle", i.context, i.questions) for i in batch]
+    assert common.answers(tiny, {text: method}, wrong, "prompt")[text] == [False, False]
+
+
+def test_a_question_to_the_cache_is_what_the_harness_asks(tiny):
+    method, batch = kvjax.parse(f"kivi:{LOW}"), small_instances("variables", 2, 96)
+    right, _ = harness.answers(tiny, method, batch)
+    assert common.answers(tiny, {"m": method}, batch, "cache")["m"] == [r[i] for i in range(4) for r in right]
+
+
+def test_text_is_scored_as_by_the_harness(tiny):
+    rows = np.random.default_rng(0).integers(0, 256, (2, 100), np.int32)
+    methods = {t: kvjax.parse(t) for t in ("full", f"kivi:{LOW}")}
+    found = common.continuations(tiny, methods, rows, 96)
+    for text, method in methods.items():
+        nats, likeliest = harness.continuation(tiny, method, rows, 96)
+        np.testing.assert_allclose(found[text][0], -nats[:, 1:].mean(1) / np.log(2), rtol=1e-5)
+        np.testing.assert_array_equal(found[text][1], likeliest[:, 1:])
+
+
+def test_shares_have_binomial_errors():
+    assert common.share([True] * 3 + [False]) == {"accuracy": 0.75, "error": (0.75 * 0.25 / 4) ** 0.5, "questions": 4}
+
+
+def arguments(**changes) -> argparse.Namespace:
+    return argparse.Namespace(**{"text": None, "windows": 3, "length": 96, "contexts": 2, "seed": 0, **changes})
+
+
+def test_windows_are_spread_over_a_text(tiny, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("0123456789" * 5)
+    rows = common.windows(arguments(text=file), tiny, 10)
+    assert [bytes(r.tolist()) for r in rows] == [b"0123456789"] * 3
+    with pytest.raises(KvjaxError, match="50 tokens, and one window takes 51: give a longer --text"):
+        common.windows(arguments(text=file), tiny, 51)
+
+
+def test_text_that_cannot_be_used_is_refused_with_a_remedy(tiny, tmp_path):
+    with pytest.raises(KvjaxError, match="cannot read --text .*give a UTF-8 text file"):
+        common.windows(arguments(text=tmp_path / "none"), tiny, 10)
+    (tmp_path / "bad").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(KvjaxError, match="give a UTF-8 text file"):
+        common.windows(arguments(text=tmp_path / "bad"), tiny, 10)
+    with pytest.raises(KvjaxError, match="has no tokenizer.json .*copy the model's"):
+        common.windows(arguments(), dataclasses.replace(tiny, tokenizer=None), 10)
+    with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall"):
+        common.instances(arguments(), "recal")
+    with pytest.raises(KvjaxError, match="raise --length"):
+        common.instances(arguments(length=20), "recall")
+
+
+def test_a_model_of_another_vocabulary_gets_text_only(tiny):
+    assert common.knows_symbols(tiny) and not common.knows_symbols(toy_model())
+
+
+def exact_weights(q: np.ndarray, k: np.ndarray, t: int) -> np.ndarray:
+    s = k[: t + 1] @ q[t] / np.sqrt(q.shape[-1])
+    p = np.exp(s - s.max())
+    return p / p.sum()
+
+
+def greedy(q: np.ndarray, k: np.ndarray, size: int, first: int) -> float:
+    """One head, in NumPy: H2O with half of the size for the newest keys."""
+    recent, kept, received, hits = max(size // 2, 1), [], np.zeros(len(k)), []
+    for t in range(len(k)):
+        kept.append(t)
+        if len(kept) > size:
+            kept.remove(min((s for s in kept if s <= t - recent), key=lambda s: received[s]))
+        p = exact_weights(q, k, t)
+        received[kept] += p[kept] / p[kept].sum()
+        hits += [p[kept].sum()] * (t >= first)
+        assert len(kept) <= size
+    return float(np.mean(hits))
+
+
+def test_hit_rates_are_those_of_a_plain_loop():
+    rng, sizes, first = np.random.default_rng(0), (1, 3, 8, 24), 12
+    q = rng.normal(size=(1, 2, 2, 24, 4)).astype(np.float32) * 2
+    k = rng.normal(size=(1, 2, 24, 4)).astype(np.float32)
+    heads = [(q[0, i, j], k[0, i]) for i in range(2) for j in range(2)]
+    found = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, None)
+    np.testing.assert_allclose(found, [np.mean([greedy(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5)
+    at = np.arange(first, 24)
+    found = specache_figure2.top_hits(
+        jnp.asarray(q[:, :, :, at]), jnp.asarray(k), jnp.asarray(at, jnp.int32), sizes, None
+    )
+    best = [[np.sort(exact_weights(*h, t))[::-1][:n].sum() for h in heads for t in at] for n in sizes]
+    np.testing.assert_allclose(found, np.mean(best, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("specache_table3", "specache_figure2")])
+def test_a_script_prints_a_table_and_one_json_document(name, directory, tmp_path, capsys):
+    more = {"specache_table4": "--rows 2 --steps 1 --repeats 1", "specache_figure5": "--topk 0,4"}.get(name, "")
+    if name != "specache_table1":
+        more += " --tasks needle"
+    SCRIPTS[name].main(f"--model {directory} --out {tmp_path} {QUICK} {more}".split())
+    people, document = printed(capsys)
+    assert document["benchmark"] == name and "Differs from the paper" in people and "…" not in people
+    results = document["results"]["quality"] if name == "specache_table1" else document["results"]
+    assert results[0]["method"] == "full" and results[0]["agreement"] == 1.0 and len(results) >= 3
+    task = "variables" if name == "specache_table1" else "needle"
+    for r in results:
+        assert r["tasks"][task]["questions"] == (4 if task == "variables" else 1) and r["tokens"] == 2
+        assert 0 <= r["agreement"] <= 1 and np.isfinite(r["bits"])
+        assert all(cell in people for cell in common.cells(r))
+    assert (tmp_path / "specache_figure5.png").is_file() == (name == "specache_figure5")
+
+
+def test_methods_are_the_papers(tiny):
+    texts = specache_table1.methods(tiny, [32, 64])
+    assert texts == [f"{m}:bits={b},group=32" for b in (2, 1) for m in ("kivi", "specache")]
+    ahead = {kvjax.parse(t).read.speculative for t in specache_table4.methods(64)}
+    assert ahead == {True, False} and len(specache_table4.methods(64)) == 4
+    args = argparse.Namespace(group=32, residual=64, speculative=True)
+    assert kvjax.parse(specache_figure5.method(0, args)).k.residual == 64
+    assert kvjax.parse(specache_figure5.method(16, args)).read.topk == 16
+
+
+def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
+    quick = "--length 96 --percent 2,50 --contexts 1 --windows 1 --tokens 128 --steps 1 --repeats 1"
+    specache_figure2.main(f"--model {directory} --out {tmp_path} {quick}".split())
+    people, document = printed(capsys)
+    results = document["results"]
+    assert list(results["hits"]) == ["text", "recall"] and (tmp_path / "specache_figure2.png").stat().st_size > 1000
+    for low, high in results["hits"].values():
+        assert (low["keys"], high["keys"]) == (2, 48)
+        assert 0 < low["greedy"] <= low["topk"] < high["topk"] <= 1 + 1e-5
+    (moved,) = results["moves"]
+    assert (moved["tokens"], moved["rows"], moved["bytes"]) == (128, 1, 2 * 32 * 4 * 128)
+    assert all(moved[k]["median"] > 0 for k in ("all", "run", "scattered", "step"))
+    assert "decode step" in people and "same RAM" in people
+
+
+def test_a_plan_fills_the_memory_and_no_more():
+    method, config = kvjax.parse("specache:bits=1,group=64"), specache_table3.CONFIG
+    assert specache_table3.weight_bytes(config) == 2 * 7_241_732_096  # Mistral-7B's parameters
+    found = specache_table3.plan(config, method, 2048, 48 * 2**30, 2**30)
+    b, free = found["bytes"], 47 * 2**30 - found["bytes"]["weights"]
+    each = b["row"] + b["row_step"]
+    assert found["batch"] * each <= free < (found["batch"] + 1) * each
+    assert b["host"] == found["batch"] * 32 * 2 * 2 * 8 * 128 * 2048
+    assert specache_table3.plan(config, method, 2048, 2**30, 2**30)["batch"] == 0
+
+
+def test_throughput_is_measured_on_request_only(capsys, monkeypatch):
+    specache_table3.main("--contexts 2048,512 --memory-gb 24".split())
+    people, document = printed(capsys)
+    results = document["results"]
+    assert [(r["context"], r["column"]) for r in results] == [(c, i) for c in (2048, 512) for i in range(3)]
+    assert "not measured" in people and "526.3" in people and not any("measured" in r for r in results)
+    monkeypatch.setitem(SHAPES, "toy", toy_model(head_dim=32).config)
+    specache_table3.main("--contexts 64 --measure toy --batch 2 --steps 1 --repeats 1".split())
+    people, document = printed(capsys)
+    for r in document["results"]:
+        assert r["measured"]["batch"] == 2 and r["measured"]["tokens_per_second"] > 0
+    with pytest.raises(KvjaxError, match="unknown model 'big'; --measure takes mistral-7b, "):
+        specache_table3.main("--contexts 64 --measure big".split())
+
+
+def test_an_unusable_input_ends_with_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "use_compilation_cache", lambda: None)
+    with pytest.raises(SystemExit, match="error: there is no checkpoint directory"):
+        common.run(lambda: specache_table5.main(["--model", str(tmp_path / "none")]))
+    jax.clear_caches()
