@@ -37,14 +37,15 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return p
 
 
-def add_quality(p: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The arguments of `measure`."""
+def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
+    """The arguments of `measure`, and --group."""
     p.add_argument("--tasks", type=words, default=["variables"], help="of the shipped model: " + ", ".join(tasks.TASKS))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
     p.add_argument("--batch", type=int, default=8, help="rows at a time")
-    p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
+    if group:
+        p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
     p.add_argument(
         "--ask",
         choices=("prompt", "cache"),

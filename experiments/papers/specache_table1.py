@@ -93,10 +93,10 @@ def size_row(r: Mapping[str, Any]) -> list[Any]:
     return [r["model"], f"{r['tokens']:,}", r["bits"], r["group"], *held, *shares, " ".join(said)]
 
 
-def methods(model: Model, groups: Sequence[int]) -> list[str]:
-    """Those of the paper that fit the model's head size, in 2 bits and in 1."""
+def methods(model: Model, bits: Sequence[int], groups: Sequence[int]) -> list[str]:
+    """Both methods at each of the bits, and at each of the groups that divide the model's head size."""
     fit = [g for g in groups if model.config.head_dim % g == 0]
-    return [p.format(bits=b, group=g) for b in (2, 1) for g in fit or groups for p in PAIR]
+    return [p.format(bits=b, group=g) for b in bits for g in fit or groups for p in PAIR]
 
 
 def beside(method: str) -> list[str | None]:
@@ -125,8 +125,11 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Computes, measures and prints; see the module's text."""
-    parser = common.add_quality(common.parser(__doc__))
-    parser.add_argument("--groups", type=common.numbers, default=[32, 64], help="those that divide the head size")
+    parser = common.add_quality(common.parser(__doc__), group=False)
+    parser.add_argument("--bits", type=common.numbers, default=[2, 1], help="whose quality is measured")
+    parser.add_argument(
+        "--groups", type=common.numbers, default=[32, 64], help="of them those that divide the head size"
+    )
     parser.add_argument("--sizes-only", action="store_true", help="leave quality out")
     args = parser.parse_args(argv)
     before, found = machine(), sizes()
@@ -139,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _quality(args: argparse.Namespace, tables: list, notes: list[str]) -> list[dict[str, Any]]:
     model = kvjax.load(args.model)
-    records = common.measure(args, model, methods(model, args.groups))
+    records = common.measure(args, model, methods(model, args.bits, args.groups))
     heads = ("method", *common.columns(args, model), "paper: Mistral", "LLaMA-3")
     rows = [(r["method"], *common.cells(r), *beside(r["method"])) for r in records]
     tables.append(table(f"SpeCache, Table 1: quality of {args.model}, {args.length:,}-token contexts", heads, rows))
