@@ -183,7 +183,7 @@ def answers(
             else:
                 state = encoded_like(model, method, exact)
                 out = kvjax.generate(model, prompts, method, max_new_tokens=new, state=state, eos_ids=()).tokens
-            right[name] += [list(t) == q.answer.tolist() for t, q in zip(out, asked, strict=True)]
+            right[name] += [q.right(t) for t, q in zip(out, asked, strict=True)]
     return right
 
 

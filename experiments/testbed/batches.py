@@ -10,7 +10,7 @@ from kvjax.eval import tasks
 from kvjax.eval.corpus import Corpus
 from kvjax.eval.vocab import SYMBOLS
 
-KINDS = ("text", "repeats", "recall", "needle", "copying", "variables")
+KINDS = ("text", "repeats", *tasks.TASKS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,9 +32,37 @@ def repeats(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarr
     return tokens, np.arange(length) >= len(lead) + period
 
 
+def _multivalue(rng: np.random.Generator, length: int, filler: tasks.Filler) -> tasks.Instance:
+    values = int(rng.integers(2, 5))
+    keys = int(np.clip(length // 32 // values, 1, 8))
+    return tasks.multivalue(rng, length - keys * (2 + values), filler, keys, values)
+
+
+def _multiquery(rng: np.random.Generator, length: int, filler: tasks.Filler) -> tasks.Instance:
+    asked = int(rng.integers(2, 5))
+    pairs = int(np.clip(length // 16, asked, 48))
+    questions = max(1, pairs // asked // 2)
+    return tasks.multiquery(rng, length - questions * (1 + 2 * asked), filler, pairs, asked, questions)
+
+
+def _common(rng: np.random.Generator, length: int, filler: tasks.Filler) -> tasks.Instance:
+    often = int(rng.integers(4, np.clip(length // 16, 5, 13)))
+    return tasks.common(rng, length - 5, filler, 3, often, int(np.clip(length // 24, 4, 24)))
+
+
+def _frequent(rng: np.random.Generator, length: int, filler: tasks.Filler) -> tasks.Instance:
+    return tasks.frequent(rng, length - 5, filler, 3, int(np.clip(length // 4, 24, 96)))
+
+
+SETS = {"multivalue": _multivalue, "multiquery": _multiquery, "common": _common, "frequent": _frequent}
+"""Tasks of a size that fits a row, question and answer included."""
+
+
 def _questions_row(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """A task of any size that fits, all its questions asked, in exactly `length` tokens."""
     filler = tasks.noise if rng.random() < 0.5 else lambda r, n: corpus.window(r, n)
+    if kind in SETS:
+        return tasks.row(SETS[kind](rng, length, filler))
     if kind == "recall":
         pairs = int(np.clip(length / rng.choice([8, 16, 32]), 2, 96))
         return tasks.row(tasks.recall(rng, length - 3 * pairs, filler, pairs, pairs))

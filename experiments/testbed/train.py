@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import kvjax
 from experiments.testbed import plot
 from experiments.testbed.curriculum import Curriculum
 from experiments.testbed.trainer import Recipe, Run, open_manager
@@ -28,7 +29,7 @@ MODEL = Config(
     rope_theta=500_000.0, tie_embeddings=True, eos_ids=(vocab.END,),
 )  # fmt: skip
 
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # About 4,000 tokens a step on a CPU, where a step is bound by arithmetic; 16 times that on an accelerator.
 PRESETS = {"cpu": {"tokens": 4096, "steps": 6000}, "gpu": {"tokens": 65_536, "steps": 6000}}
 
@@ -38,6 +39,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True, help="directory of the run")
     p.add_argument("--preset", choices=PRESETS, default="cpu", help="tokens per step and steps")
     p.add_argument("--tokens", type=int, help="tokens per step (default: the preset's)")
+    p.add_argument("--start", help="go on from this model's weights, past all stages: 'testbed', or a directory")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths, growing")
     p.add_argument("--steps", type=int, help="steps of the whole run; may be changed when it is resumed")
     p.add_argument("--decay", type=float, default=0.3, help="last share of the steps, over which the rate falls to 0")
@@ -82,9 +84,10 @@ def train(run: Run, out: Path, minutes: float, save_every: int) -> None:
             run.save(manager)
 
 
-def export(run: Run, directory: Path) -> None:
+def export(run: Run, directory: Path, start: str | None = None) -> None:
     """Writes the run's parameters and the tokenizer as a checkpoint that `kvjax.load` opens."""
     source = f"experiments.testbed.train, seed {run.recipe.seed}, step {run.at}, Python {platform.python_version()}"
+    source += f", from {start}" if start else ""
     with tempfile.TemporaryDirectory() as scratch:
         extra = [vocab.write_tokenizer(Path(scratch))]
         checkpoint.save(directory, run.recipe.config, run.params, source=source, extra_files=extra, replace=True)
@@ -94,9 +97,11 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(recipe(args), corpus.load("train"))
+    if args.start:
+        run.begin_grown(kvjax.load(args.start).params)
     train(run, args.out, args.minutes, args.save_every)
     plot.curve(args.out / "log.jsonl", args.out / "curve.png")
-    export(run, args.out / "model")
+    export(run, args.out / "model", args.start)
     print(json.dumps({"step": run.at, **dataclasses.asdict(run.progress), "model": str(args.out / "model")}))
 
 

@@ -19,6 +19,7 @@ from experiments.testbed.curriculum import Curriculum, Progress
 from kvjax.eval.corpus import Corpus
 from kvjax.models import Config, Decoder
 from kvjax.models.decoder import init
+from kvjax.types import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,12 @@ class Run:
         self.params = initial(recipe.config, recipe.seed)
         self.opt_state = recipe.optimizer().init(self.params)
         self.progress, self.at = Progress(), 0
+
+    def begin_grown(self, params: Any) -> None:
+        """Starts from given parameters, past all stages of the curriculum."""
+        if (got := jax.tree.map(jnp.shape, params)) != (want := jax.tree.map(jnp.shape, self.params)):
+            raise KvjaxError(f"the parameters to start from have shapes {got}, this recipe's model {want}")
+        self.params, self.progress = jax.tree.map(jnp.copy, params), Progress(self.recipe.curriculum.stages)
 
     def step(self) -> dict[str, Any]:
         """Trains on the next batch -> {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""

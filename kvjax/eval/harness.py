@@ -28,7 +28,7 @@ def answers(model: Model, method: Method, instances: Sequence[Instance]) -> tupl
         new = max(len(q.answer) for q in asked)
         out = generate(model, [q.prompt for q in asked], method, max_new_tokens=new, state=state, eos_ids=())
         for row, q, tokens in zip(right, asked, out.tokens, strict=True):
-            row.append(tokens[: len(q.answer)] == q.answer.tolist())
+            row.append(q.right(tokens))
     return right, state
 
 

@@ -24,6 +24,12 @@ class Question:
     prompt: np.ndarray
     answer: np.ndarray
     depth: float
+    ordered: bool = True  # False: the answer is a set
+
+    def right(self, tokens) -> bool:
+        """Whether generated ids begin with the answer."""
+        found, answer = list(tokens)[: len(self.answer)], self.answer.tolist()
+        return found == answer if self.ordered else sorted(found) == sorted(answer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,8 +63,8 @@ def _scatter(rng: np.random.Generator, length: int, facts: list[np.ndarray], fil
     return np.concatenate([*parts, text[cuts[-1] :]]).astype(np.int32), cuts + before
 
 
-def _question(prompt, answer, start: int, length: int) -> Question:
-    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), start / length)
+def _question(prompt, answer, start: int, length: int, ordered: bool = True) -> Question:
+    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), start / length, ordered)
 
 
 def recall(
@@ -111,7 +117,84 @@ def variables(
     return Instance("variables", context, tuple(asked))
 
 
-TASKS: dict[str, Callable[..., Instance]] = {f.__name__: f for f in (recall, needle, copying, variables)}
+def multivalue(
+    rng: np.random.Generator, length: int, filler: Filler = noise, keys: int = 4, values: int = 4
+) -> Instance:
+    """Several values of one key (RULER, section 3): `<pair> key value` at separate places; `<ask> key` -> all values.
+
+    They are a set; the order of their occurrence is the one trained.
+    """
+    symbols = _symbols(rng, keys * (1 + values))
+    names, held = symbols[:keys], symbols[keys:].reshape(keys, values)
+    owner = rng.permutation(np.repeat(np.arange(keys), values))
+    turn = [int((owner[:i] == k).sum()) for i, k in enumerate(owner)]
+    facts = [np.array([PAIR, names[k], held[k, j]]) for k, j in zip(owner, turn, strict=True)]
+    context, starts = _scatter(rng, length, facts, filler)
+    first = [starts[np.flatnonzero(owner == k)[0]] for k in range(keys)]
+    asked = [_question([ASK, names[k]], held[k], first[k], length, ordered=False) for k in range(keys)]
+    return Instance("multivalue", context, tuple(asked))
+
+
+def multiquery(
+    rng: np.random.Generator,
+    length: int,
+    filler: Filler = noise,
+    pairs: int = 32,
+    asked: int = 4,
+    questions: int = 4,
+) -> Instance:
+    """Several keys in one question (RULER, section 3): pairs as in `recall`; `<ask> k1 .. kn` -> v1 .. vn."""
+    symbols = _symbols(rng, 2 * pairs)
+    keys, values = symbols[:pairs], symbols[pairs:]
+    context, starts = _scatter(rng, length, [np.array([PAIR, k, v]) for k, v in zip(keys, values, strict=True)], filler)
+    chosen = [rng.permutation(pairs)[:asked] for _ in range(questions)]
+    cut = lambda i: _question([ASK, *keys[i]], values[i], starts[i].min(), length)  # noqa: E731
+    return Instance("multiquery", context, tuple(map(cut, chosen)))
+
+
+def common(
+    rng: np.random.Generator,
+    length: int,
+    filler: Filler = noise,
+    most: int = 3,
+    often: int = 12,
+    rare: int = 24,
+    seldom: int = 2,
+) -> Instance:
+    """Common words (RULER, section 3): `most` symbols `often` times each, `rare` others `seldom` times.
+
+    `<ask> <pair>` -> the common ones, a set; the order of their first occurrence is the one trained.
+    """
+    symbols = _symbols(rng, most + rare)
+    words = rng.permutation(np.concatenate([np.repeat(symbols[:most], often), np.repeat(symbols[most:], seldom)]))
+    context, starts = _scatter(rng, length, list(words[:, None]), filler)
+    first = sorted(int(np.flatnonzero(words == s)[0]) for s in symbols[:most])
+    return Instance("common", context, (_question([ASK, PAIR], words[first], starts[first[0]], length, ordered=False),))
+
+
+def frequent(
+    rng: np.random.Generator, length: int, filler: Filler = noise, most: int = 3, words: int = 96, alpha: float = 2.0
+) -> Instance:
+    """Frequent words (RULER, section 3): `words` symbols drawn from a Zipf law; `<ask> <let>` -> the `most` frequent.
+
+    The most frequent comes first; their counts differ from each other and from all others.
+    """
+    while True:
+        ranks = rng.zipf(alpha, words)
+        counts = np.sort(np.bincount(ranks[ranks <= len(SYMBOLS)], minlength=most + 2))[::-1][: most + 1]
+        if (np.diff(counts) < 0).all() and (ranks <= len(SYMBOLS)).all():
+            break
+    drawn = _symbols(rng, len(SYMBOLS))[ranks - 1]
+    context, starts = _scatter(rng, length, list(drawn[:, None]), filler)
+    found, times = np.unique(drawn, return_counts=True)
+    answer = found[np.argsort(-times)[:most]]
+    start = starts[np.flatnonzero(drawn == answer[0])[0]]
+    return Instance("frequent", context, (_question([ASK, LET], answer, start, length),))
+
+
+TASKS: dict[str, Callable[..., Instance]] = {
+    f.__name__: f for f in (recall, needle, copying, variables, multivalue, multiquery, common, frequent)
+}
 
 
 def row(instance: Instance) -> tuple[np.ndarray, np.ndarray]:
