@@ -18,7 +18,6 @@ from experiments.bench.ours import Ours
 from kvjax import KvjaxError, Method, Model, State, api, memory
 from kvjax.cli import use_compilation_cache
 from kvjax.eval import corpus, tasks, vocab
-from kvjax.generate import LOOK_AHEAD
 from kvjax.tokenizer import FILE
 from kvjax.types import Array
 
@@ -74,16 +73,6 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(f"error: {e}")
 
 
-class Loop(Ours):
-    """Greedy decoding from a state, with the guess before the first step that a method with lookahead needs."""
-
-    def begin(self, last: Array, state: State, room: int) -> None:
-        super().begin(last, state, room)
-        if self.method.lookahead and room:
-            args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler}
-            self.carry = LOOK_AHEAD(**args, setting=self.setting)
-
-
 def encoded(model: Model, method: Method, dense: Iterable[tuple[Array, Array]], lengths: Array, capacity: int) -> State:
     """The state that a method's prefill leaves, from exact keys and values [B K S H] of each layer.
 
@@ -103,13 +92,13 @@ def encoded_like(model: Model, method: Method, exact: State) -> State:
     return encoded(model, method, dense, exact.length, exact.capacity)
 
 
-def random_loop(model: Model, method: Method, batch: int, tokens: int, room: int) -> Loop:
+def random_loop(model: Model, method: Method, batch: int, tokens: int, room: int) -> Ours:
     """A decode loop on `batch` rows of `tokens` random keys and values, with room for so many more."""
     c = model.config
     shape = (batch, c.kv_heads, tokens, c.head_dim)
     draw = lambda i, j: jax.random.normal(jax.random.fold_in(jax.random.key(i), j), shape, model.dtype)  # noqa: E731
     dense = ((draw(i, 0), draw(i, 1)) for i in range(c.layers))
-    loop = Loop(model, method)
+    loop = Ours(model, method)
     lengths = jnp.full((batch,), tokens, jnp.int32)
     loop.begin(jnp.zeros((batch, c.vocab_size)), encoded(model, method, dense, lengths, tokens + room), room)
     return loop
@@ -189,7 +178,7 @@ def answers(
 
 def _continued(model: Model, method: Method, last: Array, state: State, new: int) -> list[list[int]]:
     """`new` greedy tokens per row, the first from logits f32[B V]."""
-    loop = Loop(model, method)
+    loop = Ours(model, method)
     loop.begin(last, state, new - 1)
     if new > 1:
         loop.decode(new - 1)
