@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | methods."""
+"""The command line: kvjax demo | generate | methods | eval | report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,52 @@ def _parser() -> argparse.ArgumentParser:
     methods = commands.add_parser("methods", help="every method, its parameters, defaults and source")
     methods.add_argument("--json", action="store_true")
     methods.set_defaults(run=_methods)
+
+    _add_eval(
+        commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
+    )
+    report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote")
+    report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
+    report.set_defaults(run=_report)
     return parser
+
+
+def _add_eval(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--list", action="store_true", help="list the tasks, and do nothing else")
+    p.add_argument("--model", default="testbed", help="a directory of checkpoints_convert, or 'testbed'")
+    p.add_argument(
+        "--methods",
+        default="full; kcache:n=64; specache:bits=1; snapkv:budget=256 + kvcrush",
+        help="method strings separated by ';' (default: %(default)s)",
+    )
+    p.add_argument("--tasks", default="niah,ruler,ppl", help="names separated by commas (default: %(default)s)")
+    p.add_argument("--lengths", default="512,1024,2048", help="tokens of a context (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("out/eval"), help="where it writes, and goes on from")
+    p.add_argument("--contexts", type=int, default=8, help="cases per task and length (default: %(default)s)")
+    p.add_argument(
+        "--questions", type=int, default=4, help="per context, where a task has several (default: %(default)s)"
+    )
+    p.add_argument("--depths", type=int, default=5, help="places of a needle (default: %(default)s)")
+    p.add_argument("--batch", type=int, default=8, help="contexts at a time (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--text", type=Path, help="a UTF-8 text, for perplexity and as haystack (default: source code)")
+    p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.add_argument("--seen", action="store_true", help="each question ends the prompt, so that methods see it")
+    p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
+    p.set_defaults(run=_eval)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from kvjax.eval import command
+
+    command.run(args)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from kvjax.eval import command
+
+    command.render(args.dir)
 
 
 def _demo(args: argparse.Namespace) -> None:

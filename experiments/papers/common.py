@@ -238,6 +238,17 @@ def share(right: Sequence[bool]) -> dict[str, float]:
     return {"accuracy": p, "error": (p * (1 - p) / len(right)) ** 0.5, "questions": len(right)}
 
 
+def average(record: Mapping[str, Any]) -> float:
+    """Mean accuracy over the tasks of a record of `measure`, in percent; without tasks its agreement with `full`."""
+    right = [t["accuracy"] for t in record["tasks"].values()] or [record["agreement"]]
+    return 100 * float(np.mean(right))
+
+
+def brief(records: Iterable[Mapping[str, Any]]) -> str:
+    """Methods with their averages, for the table of all scripts."""
+    return "; ".join(f"{r['method']} {average(r):.1f}%" for r in records)
+
+
 def columns(args: argparse.Namespace, model: Model) -> tuple[str, ...]:
     """Headings of `cells`."""
     named = tuple(args.tasks) if knows_symbols(model) else ()

@@ -9,8 +9,9 @@ loses nothing, it is the rows that a step fetches from the host.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -19,7 +20,16 @@ import kvjax
 from experiments.bench.common import machine, report, table
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Found, arguments, measure
-from experiments.papers.eviction_tables import EXPLAINED, NAMES, Line, document, figure, save, signature_note
+from experiments.papers.eviction_tables import (
+    EXPLAINED,
+    NAMES,
+    Line,
+    average,
+    document,
+    figure,
+    save,
+    signature_note,
+)
 from kvjax import KvjaxError
 
 
@@ -155,6 +165,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     drops = {line.method: drop(found, line.method) for line in every_line} if found.tasks("first") else {}
     results = document("eviction_curves", args, found, every_line, more={"drop": drops})
     report("eviction_curves", before, tables(found, every, args.budgets, args.length), notes, results)
+
+
+def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """(ours, the paper's, the difference) for the table of all scripts."""
+    budget = max(int(line["label"].split()[-1]) for line in results["lines"])
+    last = [x for x in results["lines"] if int(x["label"].split()[-1]) == budget]
+    score = lambda x, when: f"{average(results, x['method'], when):.0f}"  # noqa: E731
+    shown = [f"{x['label']} {score(x, 'first')}/{score(x, 'later')}" for x in last]
+    lost = {x["label"].split()[0]: results["drop"].get(x["method"], (float("nan"),))[0] for x in last}
+    evict, keep = ([v for k, v in lost.items() if (k in OFFLOAD) == side] for side in (False, True))
+    mean = lambda x: f"{100 * np.mean(x):+.1f}" if x else "not measured"  # noqa: E731
+    return (
+        f"first/later questions at {budget}: " + ", ".join(shown),
+        "no such figure",
+        f"Points lost from the first to later questions: eviction {mean(evict)}, offload {mean(keep)}.",
+    )
 
 
 if __name__ == "__main__":

@@ -105,6 +105,27 @@ def document(
     return {"script": name, "settings": settings, "lines": lines, "outcomes": found.records(), **(more or {})}
 
 
+def average(results: Mapping[str, Any], method: str, when: str = "first") -> float:
+    """Of a script's JSON document: the mean over tasks of the share right, in percent (text: nats per token)."""
+    field, scale = ("nats", 1) if when == "text" else ("right", 100)
+    found = [scale * o[field] for o in results["outcomes"] if (o["method"], o["when"]) == (method, when)]
+    return float(np.mean(found)) if found else float("nan")
+
+
+def gained(line: Mapping[str, Any], when: str = "first") -> tuple[float, float]:
+    """A line's gain over its base, and its standard error, in points."""
+    mean, error = line["gains"].get(when, {"right": (float("nan"),) * 2})["right"]
+    return 100 * mean, 100 * error
+
+
+def gains_in_words(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
+    """How many of the lines gain, and how many by more than two standard errors."""
+    found = [gained(line, when) for line in lines]
+    up, clear = (sum(m > k * s for m, s in found) for k in (0, 2))
+    down = sum(m < -2 * s for m, s in found)
+    return f"{up} of {len(found)} pairs gain, {clear} clearly (two standard errors); {down} lose clearly"
+
+
 def signature_note(model: Model) -> str:
     """How many bits KVCrush has to tell tokens by."""
     n = model.config.heads

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 import kvjax
 from experiments.bench.common import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
-from experiments.papers.eviction_tables import EXPLAINED, Line, document, quality
+from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
 from kvjax.kv.online import Kept
 from kvjax.kv.streaming import StreamingLLM
@@ -104,6 +106,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = {name: repr(m) for name, m in made.items()}
     results = document("specache_table2", args, found, every, COLUMNS, {"methods": named, "sizes": sizes})
     report("specache_table2", before, [quality(title, found, every, COLUMNS)], notes, results)
+
+
+def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """(ours, the paper's, the difference) for the table of all scripts."""
+    when = "later"
+    first = {x["label"]: average(results, x["method"]) for x in results["lines"]}
+    later = {x["label"]: average(results, x["method"], when) for x in results["lines"]}
+    best = max((label for label in first if label != "Full"), key=first.get)
+    lost = lambda name: np.mean([first[x] - later[x] for x in first if x.startswith(name)])  # noqa: E731
+    names = [label for label in first if label.startswith(("Full", "SpeCache", "H2O", "StreamLLM", "InfLLM"))]
+    return (
+        "first / later questions: " + ", ".join(f"{n} {first[n]:.0f}/{later[n]:.0f}" for n in names if "," not in n),
+        "LLaMA-3-8B: " + ", ".join(f"{name} {ratio}x {p[2]}" for (name, ratio), p in PAPER.items() if ratio),
+        f"{best} is best here on first questions, SpeCache in the paper; lost from first to {when} questions: SpeCache "
+        f"{lost('SpeCache'):+.1f}, H2O {lost('H2O'):+.1f} points.",
+    )
 
 
 if __name__ == "__main__":

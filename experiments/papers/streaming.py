@@ -11,7 +11,7 @@ is where, exact attention in windows computed anew (the paper's sliding window w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,18 @@ def plot(path: Path, found: dict[str, np.ndarray], anew: np.ndarray, first: int,
     axes[0].set(xlabel="token", ylabel="nats per token")
     axes[1].set(xlabel="token", ylabel="nats per token above re-computation")
     return save(fig, axes, path, 5)
+
+
+def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """(ours, the paper's, the difference) for the table of all scripts."""
+    one, (rise, error) = results["bytes"]["streaming_llm"], results["slope"]["streaming_llm"]
+    flat = "within" if abs(rise) <= 2 * error else "beyond"
+    return (
+        f"{results['tokens']:,} tokens in {one[-1]:,} bytes; slope {rise:+.3f} ±{error:.3f} nats per 100,000 tokens",
+        "4 million tokens at a flat perplexity (no numbers)",
+        f"Bytes are {'constant' if len(one) == 1 else 'not constant'}; the loss above re-computation is "
+        f"{results['excess']['streaming_llm']:+.3f} nats, its slope {flat} two standard errors of flat.",
+    )
 
 
 if __name__ == "__main__":

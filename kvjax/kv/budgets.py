@@ -52,10 +52,11 @@ class Pyramid:
     rule "authors": the integers of the authors' code, where `window` comes on top of the pyramid and rounding lets
     the sum exceed tokens x layers; it is flat for a prompt shorter than 2 (tokens - window). rule "peer": kvpress'
     floating-point form, where the window is part of each layer's number; it is flat wherever a layer would get less
-    than `window`. `window` is a floor in both, normally the scorer's. One layer gets `tokens`.
+    than `window`, and takes `tokens` that are no whole number: a kvpress ratio r of a prompt of T is T * (1 - r).
+    `window` is a floor in both, normally the scorer's. One layer gets `tokens`.
     """
 
-    tokens: int
+    tokens: float
     window: int
     beta: int = 20
     rule: str = "authors"
@@ -70,6 +71,8 @@ class Pyramid:
                 f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
                 f"use at least {max(self.window, 0) + 1}"
             )
+        if self.rule == "authors" and self.tokens != int(self.tokens):
+            raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
 
     def kept(self, length: int, layer: int, layers: int) -> int:
         rule = self._authors if self.rule == "authors" else self._peer
@@ -93,7 +96,7 @@ class Pyramid:
             most = length - self.window
             least = 2 * self.tokens - most
         if layers == 1 or not length >= most >= least >= self.window:
-            return self.tokens
+            return round(self.tokens)
         return round(most - layer * ((most - least) / (layers - 1)))
 
 

@@ -80,7 +80,9 @@ class KVCrush:
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
         if self.rule == "bins":
             return self._bins(d, bits.shape[-1], units.candidates, count, places)
-        order = jnp.argsort(jnp.where(units.candidates, d, bits.shape[-1] + 1), -1)
+        U, last = d.shape[1], bits.shape[-1] + 1
+        index = jnp.arange(U, dtype=jnp.int32)[None]
+        order = jnp.sort(jnp.where(units.candidates, d, last) * U + index, -1) % U  # by (distance, index)
         i = jnp.arange(places, dtype=jnp.int32)[None]
         m, r = jnp.maximum(count, 1)[:, None], units.candidates.sum(-1, keepdims=True, dtype=jnp.int32)
         if self.rule == "stride":
@@ -89,7 +91,7 @@ class KVCrush:
             size = jnp.maximum(r // m + (i < r % m).astype(jnp.int32), 1)
             at = i * (r // m) + jnp.minimum(i, r % m)
             at = at + (draw(self.seed, i) % size.astype(jnp.uint32)).astype(jnp.int32)
-        return _first(jnp.take_along_axis(order, jnp.clip(at, 0, order.shape[1] - 1), 1), count)
+        return _first(jnp.take_along_axis(order, jnp.clip(at, 0, U - 1), 1), count)
 
     def _anchor(self, bits: Array, valid: Array) -> Array:
         """bool[B|1 1 n]."""

@@ -127,14 +127,37 @@ def unit_scores(scores: Array, sinks: int, unit: Unit) -> Array:
 
 
 def top(scores: Array, allowed: Array, count: Array) -> Array:
-    """bool[B ... U]: the `count` i32[B] highest of scores f32[B ... U] that are allowed; ties to the lower index."""
-    s = jnp.where(allowed, scores, -jnp.inf)
-    count = count.reshape(-1, *(1,) * (s.ndim - 1))
-    place = jnp.broadcast_to(jnp.clip(count - 1, 0, s.shape[-1] - 1), (*s.shape[:-1], 1))
-    last = _take(jnp.argsort(-s, -1), place, -1)  # the sort is stable
-    least = _take(s, last, -1)
-    index = jnp.arange(s.shape[-1]).reshape(*(1,) * (s.ndim - 1), -1)
-    return allowed & (count > 0) & ((s > least) | ((s == least) & (index <= last)))
+    """bool[B ... U]: the `count` i32[B] highest of scores f32[B ... U] that are allowed; ties to the lower index.
+
+    Bit by bit, first the least score that stays, then the last index among those equal to it: no sort, which takes
+    eight times as long on a CPU.
+    """
+    key = jnp.where(allowed, _ordered(scores), jnp.uint32(0))
+    count = count.reshape(-1, *(1,) * (key.ndim - 1))
+    number = lambda mask: mask.sum(-1, keepdims=True, dtype=jnp.int32)  # noqa: E731
+
+    def score_bit(i, least):
+        higher = least | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
+        return jnp.where(number(key >= higher) >= count, higher, least)
+
+    least = jax.lax.fori_loop(0, 32, score_bit, jnp.zeros((*key.shape[:-1], 1), jnp.uint32))
+    equal, left = key == least, count - number(key > least)
+    index = jnp.arange(key.shape[-1], dtype=jnp.int32).reshape(*(1,) * (key.ndim - 1), -1)
+    bits = key.shape[-1].bit_length()
+
+    def index_bit(i, last):
+        later = last | (jnp.int32(2 ** (bits - 1)) >> i)
+        return jnp.where(number(equal & (index < later)) < left, later, last)
+
+    last = jax.lax.fori_loop(0, bits, index_bit, jnp.zeros_like(left))
+    return allowed & (count > 0) & ((key > least) | (equal & (index <= last)))
+
+
+def _ordered(x: Array) -> Array:
+    """f32 -> uint32 in the same order, both zeros alike."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
+    sign = jnp.uint32(2**31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def indices(chosen: Array, part: Split, S: int, slots: int, sinks: int, size: int) -> Array:

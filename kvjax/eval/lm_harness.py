@@ -1,0 +1,226 @@
+"""kvjax under EleutherAI's lm-evaluation-harness: its tasks (BBH, GSM8K, TriviaQA, ...) with any method.
+
+    python -m kvjax.eval.lm_harness --model kvjax --model_args model=DIR,method=kcache:n=64 --tasks gsm8k
+
+takes every option of `lm_eval`. It splits model_args at commas, so inside a method write "/" for ",", as in
+method=kcache:n=64/device_layers=1, or give JSON: --model_args '{"model": "DIR", "method": "kivi:bits=2,residual=64"}'.
+A prompt is prefilled and compressed as the method does, a continuation is decoded token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+from kvjax import api
+from kvjax.eval.local import encode
+from kvjax.generate import stream
+from kvjax.kv.strings import parse
+from kvjax.model import Model, load
+from kvjax.prompts import pad, round_up
+from kvjax.types import KvjaxError
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as e:
+    raise KvjaxError('the adapter needs lm-evaluation-harness: pip install "kvjax[lm-eval]"') from e
+
+MOST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing, first wins
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+LOOK = 8  # tokens between two looks for stop strings
+
+
+@register_model("kvjax")
+class KvjaxLM(TemplateLM):
+    """A model directory (or "testbed", or a `Model`) under one method.
+
+    max_length: most tokens of a prompt and what follows it (default: the model's positions); longer prompts lose their
+    beginning, as in lm_eval's own models. prefix_token_id: stands before texts without a prompt (default: the model's
+    beginning-of-sequence id, else its first end-of-sequence id). dtype: as in `kvjax.load`. seed: of sampling.
+    max_batch_size and device are lm_eval's and change nothing: JAX chooses the device (JAX_PLATFORMS).
+    """
+
+    def __init__(
+        self,
+        model: str | Model = "testbed",
+        method: str = "full",
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        dtype: str | None = None,
+        seed: int = 0,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **unknown: Any,
+    ):
+        super().__init__()
+        if unknown:
+            raise KvjaxError(
+                f"unknown argument {next(iter(unknown))!r} of the model kvjax; if it belongs to the method, write '/' "
+                "for ',' inside the method, as in method=kcache:n=64/device_layers=1, or give model_args as JSON"
+            )
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise KvjaxError(f"batch_size must be a number of rows, got {batch_size!r}; for example 8")
+        self.model = (
+            model if isinstance(model, Model) else load(model, dtype=None if dtype is None else jnp.dtype(dtype))
+        )
+        self.method = parse(str(method).replace("/", ","))
+        self.batch_size = int(batch_size)
+        self.max_length = int(max_length or self.model.config.max_positions)
+        self.max_gen_toks, self.seed, self._prefix = int(max_gen_toks), int(seed), prefix_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm_eval's caches of requests."""
+        return self.model.name
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The first id that ends a text, if the model has one."""
+        return next(iter(self.model.config.eos_ids), None)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a prompt; raises KvjaxError where the model has nothing of the kind."""
+        for found in (self._prefix, self.model.config.bos_id, self.eot_token_id):
+            if found is not None:
+                return int(found)
+        raise KvjaxError("the model has no id that begins or ends a text; pass prefix_token_id=ID in model_args")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids; without a flag with the special tokens that the tokenizer puts first, unless the text spells them."""
+        plain = self.model.text_tokenizer().encode(string, special_tokens=False)
+        if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
+            return plain
+        return encode(self.model, string).ids.tolist()
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Natural log of whole texts in windows of max_length, cut as by lm_eval; what is not scored is the prompt."""
+        prefix, pairs, owner = self.prefix_token_id, [], []
+        for i, (text,) in enumerate(r.args for r in requests):
+            windows = get_rolling_token_windows(self.tok_encode(text, False), prefix, self.max_length, 1)
+            found = [make_disjoint_window(w) for w in windows]
+            pairs, owner = pairs + found, owner + [i] * len(found)
+        out = [0.0] * len(requests)
+        for i, (logp, _) in zip(owner, self._scores(pairs, disable_tqdm), strict=True):
+            out[i] += logp
+        for r, total in zip(requests, out, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", r.args, total)
+        return out
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple], disable_tqdm: bool = False, **_: Any) -> list:
+        """(natural log of the continuation, whether greedy decoding makes it) for ((texts), prompt ids, its ids)."""
+        out = self._scores([(prompt, continuation) for _, prompt, continuation in requests], disable_tqdm)
+        for (texts, _, _), answer in zip(requests, out, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return out
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
+        out: list = [(0.0, True)] * len(pairs)  # of a continuation without tokens
+        pairs = [(self._shortened(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
+        todo = [i for i, (_, rest) in enumerate(pairs) if rest]
+        size = lambda i: (len(pairs[i][0]), len(pairs[i][1]))  # noqa: E731
+        for rows in self._batches(todo, size, "loglikelihood", quiet):
+            for i, answer in zip(rows, self._score(*zip(*(pairs[i] for i in rows), strict=True)), strict=True):
+                out[i] = answer
+        return out
+
+    def _score(self, prompts: Sequence[list[int]], rests: Sequence[list[int]]) -> list[tuple[float, bool]]:
+        longest = max(map(len, rests))
+        width = round_up(longest - 1, 16)  # so that similar continuations share one compiled program
+        out, state = api.prefill(self.model, prompts, self.method, capacity=max(map(len, prompts)) + width + 1)
+        out = out[:, None]
+        if width:
+            fed = pad([r[:-1] for r in rests], width)[0]  # causal: what is fed after a row's end changes nothing before
+            more, _ = api.extend(self.model, fed, state, self.method, decoded=True)
+            out = jnp.concatenate([out, more], 1)
+        target = pad(rests, width + 1)[0]
+        logp, likeliest = np.asarray(api.log_probs(out, jnp.asarray(target)), np.float64), np.asarray(out.argmax(-1))
+        each = zip(logp, likeliest == target, map(len, rests), strict=True)
+        return [(float(row[:n].sum()), bool(right[:n].all())) for row, right, n in each]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts that end before the first of their stop strings, an end-of-sequence id, or max_gen_toks tokens."""
+        out, groups = [""] * len(requests), {}
+        for i, r in enumerate(requests):
+            groups.setdefault(json.dumps(r.args[1], sort_keys=True), []).append(i)
+        for group in groups.values():
+            until, most, sampling = self._kwargs(requests[group[0]].args[1])
+            prompts = {i: self._shortened(self._prompt(requests[i].args[0]), most) for i in group}
+            batches = self._batches(group, lambda i: (len(prompts[i]), 0), "generate_until", disable_tqdm)  # noqa: B023
+            for number, rows in enumerate(batches):
+                texts = self._generate([prompts[i] for i in rows], until, most, sampling | {"seed": self.seed + number})
+                for i, text in zip(rows, texts, strict=True):
+                    out[i] = text
+        for r, text in zip(requests, out, strict=True):
+            self.cache_hook.add_partial("generate_until", r.args, text)
+        return out
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]
+
+    def _kwargs(self, given: dict) -> tuple[list[str], int, dict[str, Any]]:
+        """(stop strings, most tokens, sampling) of a request's generation arguments."""
+        unknown = next((k for k in given if k not in ("until", "do_sample", *MOST, *SAMPLING)), None)
+        if unknown:
+            known = ", ".join(("until", "do_sample", *MOST, *SAMPLING))
+            raise KvjaxError(f"generation argument {unknown!r} is not supported; supported: {known}")
+        until = given.get("until") or []
+        most = next((int(given[k]) for k in MOST if given.get(k) is not None), self.max_gen_toks)
+        sampling = {"temperature": 1.0 if given.get("do_sample") else 0.0} | {
+            k: given[k] for k in SAMPLING if k in given
+        }
+        if given.get("do_sample") is False or not sampling["temperature"]:
+            sampling = {}  # greedy, whatever else is given
+        return [s for s in ([until] if isinstance(until, str) else until) if s], most, sampling
+
+    def _generate(self, prompts: list[list[int]], until: list[str], most: int, sampling: dict) -> list[str]:
+        ends, decode = self.model.config.eos_ids, self.model.text_tokenizer().decode
+        cut = lambda text: text[: min((text.find(s) for s in until if s in text), default=len(text))]  # noqa: E731
+        rows: list[list[int]] = [[] for _ in prompts]
+        done = lambda row: row[-1] in ends or any(s in decode(row) for s in until)  # noqa: E731
+        for i, column in enumerate(stream(self.model, prompts, self.method, max_new_tokens=most, **sampling)):
+            for row, token in zip(rows, column, strict=True):
+                row.extend([] if token is None else [token])
+            if i % LOOK == LOOK - 1 and all(map(done, rows)):
+                break
+        return [cut(decode(row[:-1] if row[-1] in ends else row)) for row in rows]
+
+    def _shortened(self, prompt: list[int], follows: int) -> list[int]:
+        """The prompt's end, so that `follows` more tokens fit into max_length; raises if not even one does."""
+        left = self.max_length - follows
+        if left < 1:
+            raise KvjaxError(f"{follows} tokens after a prompt leave no room in max_length={self.max_length}; raise it")
+        if len(prompt) > left:
+            logging.getLogger(__name__).warning("a prompt of %d tokens is cut to its last %d", len(prompt), left)
+        return prompt[-left:]
+
+    def _batches(self, rows: Sequence[int], size: Any, name: str, quiet: bool) -> Iterator[list[int]]:
+        """Rows of similar size together, the longest first; a last batch repeats a row, so that all share programs."""
+        rows = sorted(rows, key=size, reverse=True)
+        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        for chunk in track(chunks, f"{name} ({self.method.name or 'kvjax'})", disable=quiet, transient=True):
+            yield chunk + chunk[-1:] * (self.batch_size - len(chunk))
+
+
+def main() -> None:
+    """lm_eval's own command line, with the model kvjax known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    from kvjax.cli import use_compilation_cache
+
+    use_compilation_cache()
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

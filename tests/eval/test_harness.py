@@ -1,0 +1,280 @@
+"""Cases asked of a toy model: every protocol beside the public calls that it stands for, and what is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.eval import harness, vocab
+from kvjax.eval.case import Ask, Case
+from kvjax.eval.evaluate import batches, check_cases, evaluate, fingerprint
+from kvjax.testing import toy_model
+from kvjax.tokenizer import Tokenizer
+from kvjax.types import KvjaxError
+
+ROOM = 64  # tokens per row, as the harness takes here, so that programs are shared
+METHODS = ("full", "snapkv:budget=16,window=4", "specache:group=8,residual=8,topk=8")
+RNG = np.random.default_rng(0)
+MODEL = dataclasses.replace(
+    toy_model(layers=1, vocab_size=vocab.SIZE, eos_ids=(vocab.END,)), tokenizer=Tokenizer(vocab.tokenizer())
+)
+
+
+def draw(n):
+    return RNG.integers(32, 127, n).astype(np.int32)
+
+
+def ask(prompt, new=4, references=("<s1>a",), **more):
+    return Ask(np.append(draw(prompt - 1), np.int32(ord("?"))), "exact", references, new, **more)
+
+
+def case(key, context, prompts, **more):
+    return Case("toy", key, draw(context), tuple(map(ask, prompts)), about={"length": 48}, **more)
+
+
+CASES = [case("a", 40, (3, 5)), case("b", 44, (6, 3)), case("c", 37, (1, 2))]
+TALKS = [dataclasses.replace(c, task="talk", turns=True) for c in CASES]
+TEXTS = [
+    Case("ppl", f"ppl/{i}", draw(30 + n), follows=draw(n), bytes=2 * n, about={"length": 48})
+    for i, n in enumerate((9, 1, 12, 9))
+]
+
+
+class Memory:
+    """A store that forgets."""
+
+    def __init__(self):
+        self.records = []
+
+    def find(self, *what):
+        return next((r for r in self.records if (r["method"], r["task"], r["key"]) == what), None)
+
+    def append(self, records):
+        self.records += [r for r in records if not self.find(r["method"], r["task"], r["key"])]
+
+
+def texts(tokens):
+    ids = ([t for t in row if t != vocab.END] for row in tokens)
+    return [MODEL.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
+
+
+def joined(cases, i):
+    return [np.concatenate([c.context, c.asks[i].prompt]) for c in cases]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_question_is_asked_of_the_contexts_state(name):
+    method = kvjax.parse(name)
+    replies, size = harness.shared(MODEL, method, CASES, 4)
+    _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=ROOM)
+    for i, said in enumerate(replies):
+        prompts = [c.asks[i].prompt for c in CASES]
+        assert said == texts(kvjax.generate(MODEL, prompts, method, max_new_tokens=4, state=state).tokens)
+    assert size["device"] > 0 and (size["pinned_host"] > 0) == method.uses_host
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_seen_question_ends_the_prompt(name):
+    method = kvjax.parse(name)
+    replies, _ = harness.seen(MODEL, method, CASES, 4)
+    for i, said in enumerate(replies):
+        assert said == texts(kvjax.generate(MODEL, joined(CASES, i), method, max_new_tokens=4).tokens)
+
+
+def test_seeing_the_question_matters_where_a_method_evicts():
+    method = kvjax.parse("snapkv:budget=16,window=4")
+    assert harness.seen(MODEL, method, CASES, 4)[0] != harness.shared(MODEL, method, CASES, 4)[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_conversation_goes_on_with_the_reference_answer(name):
+    method = kvjax.parse(name)
+    replies, _ = harness.conversation(MODEL, method, TALKS, 4)
+    first = kvjax.generate(MODEL, joined(TALKS, 0), method, max_new_tokens=4)
+    assert replies[0] == texts(first.tokens) and "<s1>a" not in replies[0]
+    answer = [vocab.SYMBOLS[1], ord("a")]
+    fed = [np.concatenate([answer, c.asks[1].prompt]) for c in TALKS]
+    _, state = kvjax.prefill(MODEL, joined(TALKS, 0), method, capacity=ROOM)
+    marks = [[True] * 2 + [False] * (len(row) - 2) for row in fed]
+    logits, state = kvjax.extend(MODEL, fed, state, method, decoded=marks)
+    likeliest = [int(x[len(row) - 1].argmax()) for x, row in zip(np.asarray(logits), fed, strict=True)]
+    assert [said[: len(t)] for said, t in zip(replies[1], texts([[t] for t in likeliest]), strict=True)] == texts(
+        [[t] for t in likeliest]
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_text_that_follows_is_scored_as_if_decoded(name):
+    method = kvjax.parse(name)
+    bits, likeliest, _ = harness.following(MODEL, method, TEXTS)
+    logp = kvjax.score(MODEL, [c.context for c in TEXTS], [c.follows for c in TEXTS], method)
+    assert list(map(len, bits)) == list(map(len, likeliest)) == [9, 1, 12, 9]
+    for b, expected in zip(bits, logp, strict=True):
+        np.testing.assert_allclose(b, -expected / np.log(2), rtol=1e-4)
+    first = kvjax.prefill(MODEL, [c.context for c in TEXTS], method)[0]
+    assert [x[0] for x in likeliest] == first.argmax(-1).tolist()
+
+
+def test_an_answer_ends_at_its_stop_its_length_or_an_end_token():
+    tokens = np.array([*b"ab\n", vocab.SYMBOLS[17], ord("."), vocab.END])
+    assert harness.text(MODEL, tokens, ask(1, 9)) == "ab\n<s17>."
+    assert harness.text(MODEL, tokens, ask(1, 4)) == "ab\n<s17>"
+    assert harness.text(MODEL, tokens, ask(1, 9, stop=("7>", "\n"))) == "ab"
+    assert harness.text(MODEL, tokens, ask(1, 9, stop=("?",))) == "ab\n<s17>."
+
+
+def test_the_reference_that_is_fed_back():
+    two = dataclasses.replace(ask(1, references=("<s3>", "b")), metric="contains_all")
+    assert harness.reference(MODEL, two).tolist() == [vocab.SYMBOLS[3], *b", b"]
+    one = dataclasses.replace(two, metric="exact")
+    assert harness.reference(MODEL, one).tolist() == [vocab.SYMBOLS[3]]
+    for end in "s:":
+        spaced = dataclasses.replace(one, prompt=np.array([63, ord(end)]))
+        assert harness.reference(MODEL, spaced).tolist() == [ord(" "), vocab.SYMBOLS[3]]
+
+
+@pytest.mark.parametrize("n", [1, 16, 17, 48, 100, 1000, 2048, 4500, 31_500])
+def test_padded_widths_are_few_and_little_too_wide(n):
+    assert n <= harness.bucket(n) <= max(n + 15, 1.04 * n)
+    assert harness.bucket(harness.bucket(n)) == harness.bucket(n)
+
+
+def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
+    cases = [case(str(i), 40 - i, (2,)) for i in range(10)]
+    cases += [case("two", 9, (2, 2)), case("talk", 9, (2,), turns=True)]
+    found = batches(cases + TEXTS, 8)
+    keys = [[c.key for c in b.cases] for b in found]
+    assert keys[:2] == [list("98765"), list("43210")] and keys[2:4] == [["two"], ["talk"]]
+    assert [b.rows for b in found] == [5, 5, 1, 1, 4] and [b.new for b in found] == [4, 4, 4, 4, 0]
+    odd = batches(cases[:7], 4)
+    assert [len(b.cases) for b in odd] == [4, 3] and [c.key for c in odd[1].filled] == ["2", "1", "0", "0"]
+    with pytest.raises(KvjaxError, match="at least 1 row, got 0"):
+        batches(cases, 0)
+
+
+def test_what_is_recorded():
+    store = Memory()
+    right, _ = harness.shared(MODEL, kvjax.parse("full"), CASES, 4)
+    first = dataclasses.replace(CASES[0].asks[0], references=("no", right[0][0]), about={"depth": 0.5})
+    told = dataclasses.replace(CASES[0], asks=(first, CASES[0].asks[1]))
+    evaluate(MODEL, ["full"], [told, *CASES[1:], *TEXTS, *TALKS], store, batch=3)
+    assert [r["key"] for r in store.records] == ["c", "a", "b", "ppl/1", "ppl/0", "ppl/3", "ppl/2", "c", "a", "b"]
+    first = store.find("full", "toy", "a")
+    size = kvjax.planned_bytes(kvjax.parse("full"), MODEL.config, 40, capacity=ROOM, dtype=MODEL.dtype)
+    assert first == {
+        "method": "full",
+        "task": "toy",
+        "key": "a",
+        "case": fingerprint(told),
+        "about": {"length": 48},
+        "tokens": 40,
+        "turns": False,
+        "metric": "exact",
+        "scores": [1.0, 0.0],
+        "asks": [{"turn": 0, "depth": 0.5}, {"turn": 1}],
+        "predictions": [row[0] for row in right],
+        "bytes": first["bytes"],
+    }
+    assert abs(first["bytes"]["device"] - size["device"]) <= 16 and first["bytes"]["pinned_host"] == 0
+    assert store.find("full", "talk", "a")["turns"] and store.find("full", "talk", "a")["tokens"] == 40
+    text = store.find("full", "ppl", "ppl/2")
+    assert text["scores"] == [] and len(text["likeliest"]) == 12 and text["bits"] > 0 and "predictions" not in text
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The keys of the batches that were run, by a stand-in that says nothing; it fails at the key `bad`."""
+
+    class Ran(list):
+        bad = None
+
+    def stand_in(model, method, rows, new):
+        if found.bad in [c.key for c in rows]:
+            raise RuntimeError("RESOURCE_EXHAUSTED: 9 GB\nand a long trace")
+        found.append([c.key for c in rows])
+        return [[c.key for c in rows] for _ in rows[0].asks], {"device": 10, "pinned_host": 0}
+
+    found = Ran()
+    monkeypatch.setattr(harness, "shared", stand_in)
+    return found
+
+
+def test_a_run_goes_on_with_what_it_lacks(ran):
+    store = Memory()
+    evaluate(MODEL, ["full"], CASES, store, batch=2)
+    assert ran == [["c", "a"], ["b", "b"]]
+    before = list(store.records)
+    store.records.remove(store.find("full", "toy", "a"))
+    evaluate(MODEL, ["full"], CASES, store, batch=2)
+    assert ran[2:] == [["c", "a"]] and sorted(map(str, store.records)) == sorted(map(str, before))
+    evaluate(MODEL, ["full"], CASES, store, batch=2)
+    assert len(ran) == 3
+
+
+def test_speed_is_measured_once_per_method_and_length(monkeypatch):
+    store = Memory()
+    monkeypatch.setattr(harness, "SPEED_TOKENS", 4)
+    evaluate(MODEL, ["full"], [], store, batch=3, speed=[44])
+    (found,) = store.records
+    assert (found["task"], found["key"], found["about"]) == ("speed", "speed/44", {"length": 44, "batch": 3})
+    assert found["prefill_seconds"] > 0 and found["tokens_per_second"] > 0 and found["bytes"]["device"] > 0
+    monkeypatch.setattr(harness, "speed", None)
+    evaluate(MODEL, ["full"], [], store, batch=3, speed=[44])
+    assert store.records == [found]
+
+
+def test_an_error_keeps_what_was_done(ran):
+    store, ran.bad = Memory(), "b"
+    with pytest.raises(KvjaxError, match=r"full on toy failed \(RuntimeError: .*: 9 GB\).*smaller --batch"):
+        evaluate(MODEL, ["full"], CASES, store, batch=2)
+    assert [r["key"] for r in store.records] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("kcach", "did you mean 'kcache'"),
+        ("kvcrush", "method 'kvcrush' cannot run on random: .*compose it with one"),
+        ("kcache:device_layers=2", "the model has 1 layers"),
+    ],
+)
+def test_a_method_that_cannot_run_says_so_before_anything_runs(method, says):
+    store = Memory()
+    with pytest.raises(KvjaxError, match=says):
+        evaluate(MODEL, ["full", method], CASES, store)
+    assert store.records == []
+
+
+def test_cases_are_checked_before_anything_runs():
+    bare, odd = Case("toy", "x", draw(4)), dataclasses.replace(ask(1), metric="exakt")
+    wrong = {
+        "either questions or": [bare, dataclasses.replace(CASES[0], follows=draw(2), bytes=2)],
+        "0 bytes to follow": [dataclasses.replace(bare, follows=draw(2))],
+        "metric 'exakt'; there are exact": [dataclasses.replace(bare, asks=(odd,))],
+        "without prompt": [
+            dataclasses.replace(bare, asks=(dataclasses.replace(ask(1), prompt=draw(0)),)),
+            dataclasses.replace(bare, asks=(ask(1, 0),)),
+        ],
+    }
+    for says, cases in wrong.items():
+        for c in cases:
+            with pytest.raises(KvjaxError, match=says):
+                check_cases([c], Memory())
+
+
+def test_a_case_that_changed_since_it_was_recorded_is_refused():
+    store = Memory()
+    check_cases(CASES, store)
+    store.append([{"method": "full", "task": "toy", "key": "a", "case": fingerprint(CASES[0])}])
+    check_cases(CASES, store)
+    changed = [
+        dataclasses.replace(CASES[0], context=draw(40)),
+        dataclasses.replace(CASES[0], asks=CASES[0].asks[:1]),
+        dataclasses.replace(CASES[0], turns=True),
+    ]
+    for c in changed:
+        with pytest.raises(KvjaxError, match="case 'a' is not the one that was recorded"):
+            check_cases([c, *CASES[1:]], store)

@@ -1,0 +1,224 @@
+"""lm-evaluation-harness on a toy model: likelihoods against plain logits, texts against `generate`, and a whole run."""
+
+import dataclasses
+import functools
+import json
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.eval import vocab
+from kvjax.kv.strings import parse
+from kvjax.testing import toy_model
+from kvjax.tokenizer import Tokenizer
+from kvjax.types import KvjaxError
+
+with warnings.catch_warnings():  # foreign packages
+    warnings.simplefilter("ignore")
+    import lm_eval
+    from lm_eval.api.instance import Instance
+    from lm_eval.tasks import TaskManager
+
+    from kvjax.eval.lm_harness import KvjaxLM, main
+
+pytestmark = pytest.mark.filterwarnings("ignore:::lm_eval", "ignore:::datasets", "ignore:::multiprocess")
+
+TOY = dataclasses.replace(
+    toy_model(vocab_size=512, layers=1, eos_ids=(256,)), tokenizer=Tokenizer(vocab.tokenizer()), name="toy"
+)
+METHODS = ("full", "snapkv:budget=24/window=8")
+CONTEXT = "The pier lights were out, nobody knew why. "  # so short that all programs here are of 64 tokens
+
+
+def requests(kind, *args):
+    return [Instance(kind, {}, a, i) for i, a in enumerate(args)]
+
+
+def ids(text):
+    return list(text.encode())
+
+
+def logits(tokens):
+    padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: what comes after changes nothing
+    return np.asarray(kvjax.logits(TOY, [padded])[0], np.float64)[: len(tokens)]
+
+
+def direct(context, continuation):
+    """From one uncached forward pass: (log-probability, whether each token is the likeliest)."""
+    tokens = context + continuation
+    out = logits(tokens)[len(context) - 1 : -1]
+    logp = out - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True)) - out.max(-1, keepdims=True)
+    places = np.arange(len(continuation))
+    return logp[places, continuation].sum(), bool((out.argmax(-1) == continuation).all())
+
+
+def likeliest(context, n):
+    tokens = list(context)
+    for _ in range(n):
+        tokens.append(int(logits(tokens)[-1].argmax()))
+    return tokens[len(context) :]
+
+
+def test_loglikelihood_under_full_is_that_of_the_logits():
+    lm = KvjaxLM(TOY, "full", batch_size=2)
+    pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]
+    got = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    # a space at the end of a prompt goes with what follows
+    want = [direct(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
+    assert [g for g, _ in got] == pytest.approx(want, rel=1e-5) and not any(g for _, g in got)
+    made = likeliest(ids(CONTEXT), 3)
+    wrong = [*made[:2], (made[2] + 1) % 512]
+    got = lm._loglikelihood_tokens([(("", ""), ids(CONTEXT), x) for x in (made, wrong, [])], disable_tqdm=True)
+    assert [g for _, g in got] == [True, False, True] and got[2][0] == 0
+
+
+def test_loglikelihood_under_a_method_is_that_of_score():
+    lm = KvjaxLM(TOY, METHODS[1], batch_size=2)
+    pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), (CONTEXT[:20], "Fog.")]
+    got = [g for g, _ in lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)]
+    prompts, rests = [ids(c.strip()) for c, _ in pairs], [ids(tail(*p)) for p in pairs]
+    want = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
+    assert got == pytest.approx(want, rel=1e-5)
+    exact = [direct(*x)[0] for x in zip(prompts, rests, strict=True)]
+    assert abs(got[0] - exact[0]) > 1e-3  # something was evicted
+    assert got[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
+
+
+def tail(context, continuation):
+    return context[len(context.rstrip()) :] + continuation
+
+
+def test_prompts_and_texts_beyond_max_length():
+    lm = KvjaxLM(TOY, "full", batch_size=2, max_length=17)
+    ((got, _),) = lm.loglikelihood(requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True)
+    assert got == pytest.approx(direct(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
+    text = CONTEXT[:40]
+    got = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
+    t = ids(text)  # windows of 17 tokens; the last one keeps its full context
+    want = direct([256], t[:17])[0] + direct(t[16:17], t[17:34])[0] + direct(t[22:34], t[34:])[0]
+    assert got == [pytest.approx(want, rel=1e-5), 0]
+    with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_until_stops_where_it_must(method):
+    lm = KvjaxLM(TOY, method, batch_size=2, max_gen_toks=10)
+    full = kvjax.generate(
+        TOY, [ids(CONTEXT), ids("a b")], parse(method.replace("/", ",")), max_new_tokens=10, eos_ids=(256,)
+    )
+    texts = [TOY.tokenizer.decode(t) for t in full.tokens]
+    stop = texts[0][4:6]
+    args = [(CONTEXT, {"until": [stop, ""], "do_sample": False, "temperature": 0.7}), ("a b", {"max_tokens": 10})]
+    got = lm.generate_until(requests("generate_until", *args), disable_tqdm=True)
+    assert got == [texts[0][: texts[0].index(stop)], texts[1]]
+    (got,) = lm.generate_until(requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True)
+    assert got == texts[0]
+
+
+def test_sampling_and_ends():
+    first = int(logits(ids(CONTEXT))[-1].argmax())
+    ended = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=(first,)))
+    lm = KvjaxLM(ended, batch_size=2, max_gen_toks=10)
+    assert lm.generate_until(requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
+    lm = KvjaxLM(TOY, batch_size=2, max_gen_toks=10)
+    warm = (CONTEXT, {"do_sample": True, "top_k": 50})
+    both = [lm.generate_until(requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
+    assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
+    assert lm.generate_until(requests("generate_until", ("", {})), disable_tqdm=True) != [""]
+    assert lm._kwargs({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
+    assert lm._kwargs({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
+    with pytest.raises(KvjaxError, match="'num_beams' is not supported; supported: until"):
+        lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
+
+
+def test_arguments():
+    make = lm_eval.api.registry.get_model("kvjax").create_from_arg_string
+    assert make("model=testbed,method=kcache:n=64/device_layers=1 + kivi:bits=2").method == parse(
+        "kcache:n=64,device_layers=1 + kivi:bits=2"
+    )
+    with pytest.raises(KvjaxError, match="'device_layers' of the model kvjax; .*method=kcache:n=64/device_layers=1"):
+        make("model=testbed,method=kcache:n=64,device_layers=1")
+    with pytest.raises(KvjaxError, match="number of rows, got 'auto'"):
+        KvjaxLM(TOY, batch_size="auto")
+    nameless = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=()))
+    assert KvjaxLM(nameless, prefix_token_id=7).prefix_token_id == 7
+    with pytest.raises(KvjaxError, match="pass prefix_token_id=ID"):
+        _ = KvjaxLM(nameless).prefix_token_id
+
+
+DOCS = [
+    {"text": CONTEXT, "choices": ["Fog.", "It was a storm."], "label": 1},
+    {"text": "Two ships", "choices": [" left", " came in"], "label": 0},
+]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{cache}"}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{text}}}}"
+target_delimiter: ""
+"""
+CHOICE = "doc_to_choice: choices\ndoc_to_target: label\nmetric_list: [{metric: acc}]\n"
+UNTIL = """
+doc_to_target: "{{choices[label]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 10, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    data = tmp_path / "docs.json"
+    data.write_text("".join(json.dumps(d) + "\n" for d in DOCS))
+    for name, kind, more in (("toy_choice", "multiple_choice", CHOICE), ("toy_until", "generate_until", UNTIL)):
+        yaml = TASK.format(name=name, kind=kind, data=data, cache=tmp_path / "cache") + more
+        (tmp_path / f"{name}.yaml").write_text(yaml)
+    return tmp_path
+
+
+def run(tasks, method):
+    return lm_eval.simple_evaluate(
+        KvjaxLM(TOY, method, batch_size=2),
+        tasks=["toy_choice", "toy_until"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+
+
+def test_a_whole_run_of_local_tasks(tasks):
+    out = run(tasks, "full")
+    samples = sorted(out["samples"]["toy_choice"], key=lambda s: s["doc_id"])
+    right = []
+    for sample, doc in zip(samples, DOCS, strict=True):
+        want = [direct(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
+        assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(want, rel=1e-4)
+        right.append(int(np.argmax(want)) == doc["label"])
+    assert out["results"]["toy_choice"]["acc,none"] == np.mean(right)
+    texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
+    for i, doc in enumerate(DOCS):
+        assert texts[i] == TOY.tokenizer.decode(likeliest(ids(doc["text"]), 10)).split("\n")[0]
+
+
+def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):
+    seen = {}
+    monkeypatch.setattr("kvjax.cli.use_compilation_cache", lambda: None)
+    own = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: seen.update(kwargs))
+    args = ["--model", "kvjax", "--model_args", "model=testbed,method=kcache:n=64", "--tasks", "toy_choice"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *args, "--include_path", str(tasks)])
+    main()
+    assert seen["model"] == "kvjax" and seen["tasks"] == ["toy_choice"]
+    assert lm_eval.api.registry.get_model("kvjax") is KvjaxLM
+    more = {k: seen[k] for k in ("batch_size", "max_batch_size", "device")}
+    assert KvjaxLM.create_from_arg_obj(dict(seen["model_args"]), more).method == parse("kcache:n=64")
+    assert jax.config.jax_numpy_dtype_promotion == "strict"

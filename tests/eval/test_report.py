@@ -1,0 +1,192 @@
+"""The page: one file that loads nothing, its structure and numbers, and sorting in a browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from kvjax.eval import report
+from kvjax.types import KvjaxError
+from tests.eval import fake_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VOID = {"meta", "input", "br", "wbr", "img", "link", "hr"}
+METHODS = ["full", "offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256"]
+
+
+class Page(HTMLParser):
+    """Elements as (tag, attributes), the words of each cell, and whether all is closed in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.cells: list[tuple[str, dict, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag in ("td", "th"):
+            self.cells.append((tag, dict(attributes), ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            tag, attributes, text = self.cells[-1]
+            self.cells[-1] = tag, attributes, text + data.strip()
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    run = {"methods": METHODS, "tasks": ["niah", "turns.recall", "ppl"], "lengths": [512, 1024], "cases": 10}
+    return report.write(fake_run.write(tmp_path_factory.mktemp("run"), **run))
+
+
+@pytest.fixture(scope="module")
+def text(path):
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return Page(text)
+
+
+def test_nothing_is_loaded(text, page):
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
+    assert not re.findall(r"@import|url\((?!#)|fetch\(|XMLHttpRequest", text)
+    assert not any(a.get("src") or a.get("srcset") for _, a in page.elements)
+    assert not page.all("link") and not page.all("img") and not page.all("iframe")
+    assert all((a.get("href") or "#").startswith("#") for _, a in page.elements)
+
+
+def test_structure_of_the_tables(page):
+    assert len(page.all("table")) == len(page.all("caption")) == 2
+    scopes = [a.get("scope") for a in page.all("th")]
+    columns = 1 + 4 + 4  # method; niah, turns, bits, as full; device, host, prefill, tokens/s
+    assert scopes.count("col") == 2 * columns and scopes.count("row") == 2 * len(METHODS)
+    assert len(page.all("td")) == 2 * len(METHODS) * (columns - 1)
+    assert {a["data-first"] for a in page.all("button")} == {"1", "-1"}
+    hidden = [("hidden" in a, a["data-length"]) for a in page.all("div") if a.get("class") == "scroll"]
+    assert hidden == [(True, "512"), (False, "1024")]
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page):
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    named = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
+    links = [a["href"][1:] for _, a in page.elements if (a.get("href") or "").startswith("#")]
+    assert set(named + links) <= set(ids)
+    plots = [a for a in page.all("svg") if a.get("class") == "plot"]
+    assert plots and all(a["role"] == "img" and a["aria-labelledby"] for a in plots)
+
+
+def test_readable_on_a_phone_and_in_the_dark(text, page):
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    assert "prefers-color-scheme: dark" in text and "position: sticky; left: 0" in text and page.all("html")[0]["lang"]
+
+
+def test_headline_is_computed(text):
+    flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+    assert "5 methods on 3 tasks, with contexts of 512 to 1,024 tokens: 60 contexts and 100 questions" in flat
+    assert "offload, 20 KiB a context (1.0% of full)" in flat
+
+
+def test_numbers_of_the_table(page):
+    rows = [c for c in page.cells if c[0] == "td" or c[1].get("scope") == "row"]
+    kivi = next(i for i, c in enumerate(rows) if c[2] == "kivi:bits=1")
+    device = rows[kivi + 5]
+    assert float(device[1]["data-v"]) == pytest.approx(138, abs=1) and device[2] == "138"
+
+
+def test_what_the_run_says_is_escaped(text):
+    assert "a &lt;fast&gt; one" in text and "a <fast> one" not in text
+
+
+def test_orders_are_listed(text):
+    assert "SpeCache is better than KIVI at 1 bit" in text and "It needs <code>" in text and "by task" in text
+
+
+SORT = """<script>
+const lines = () => [...document.querySelectorAll(".scroll:not([hidden]) tbody tr")];
+const rows = () => lines().map((r) => r.cells[0].innerText.trim());
+const press = (i) => document.querySelectorAll(".scroll:not([hidden]) thead button")[i].click();
+const out = {before: rows()};
+press(5); out.ascending = rows(); press(5); out.descending = rows();
+out.sort = document.querySelectorAll(".scroll:not([hidden]) thead th")[5].getAttribute("aria-sort");
+press(0); out.named = rows();
+document.querySelector('input[value="512"]').click();
+out.shown = [...document.querySelectorAll("[data-length]")].filter((e) => !e.hidden).map((e) => e.dataset.length);
+out.wide = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
+document.documentElement.innerHTML = "<pre>RESULT" + JSON.stringify(out) + "END</pre>";
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; the structure is tested above")
+def test_headings_sort_and_lengths_switch_in_a_browser(text, tmp_path):
+    (tmp_path / "page.html").write_text(text.replace("</body>", SORT), encoding="utf-8")
+    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    quiet += f" --disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --dump-dom"
+    command = [CHROMIUM, *quiet.split(), "--window-size=500,900", f"file://{tmp_path / 'page.html'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    out = json.loads(re.search(r"RESULT(.*)END", done.stdout)[1])
+    by_bytes = ["offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256", "full"]
+    assert out["before"] == out["named"] == METHODS
+    assert out["ascending"] == by_bytes and out["descending"] == by_bytes[::-1] and out["sort"] == "descending"
+    assert set(out["shown"]) == {"512"} and out["wide"]
+
+
+def records(directory, *lines):
+    (directory / "records.jsonl").write_bytes("\n".join(lines).encode())
+    return directory
+
+
+GOOD = json.dumps(fake_run.speed("full", 512))
+
+
+def test_no_records_say_what_writes_them(tmp_path):
+    with pytest.raises(KvjaxError, match="no records.jsonl in .*kvjax eval --out"):
+        report.write(tmp_path)
+    with pytest.raises(KvjaxError, match="holds no records"):
+        report.read(records(tmp_path, '{"meth'))
+
+
+def test_a_torn_last_line_is_left_out_and_others_are_named(tmp_path):
+    assert len(report.read(records(tmp_path, GOOD, '{"method": "ka'))) == 1
+    with pytest.raises(KvjaxError, match="line 2 of .* is no JSON"):
+        report.read(records(tmp_path, GOOD, '{"method": "ka', GOOD, ""))
+    with pytest.raises(KvjaxError, match="line 1 of .* has no 'task'"):
+        report.read(records(tmp_path, '{"method": "full"}', GOOD))
+    with pytest.raises(KvjaxError, match="line 1 of .* is list"):
+        report.read(records(tmp_path, "[]", GOOD))
+
+
+def test_without_run_json_and_with_unknown_fields(tmp_path):
+    more = fake_run.record("full", "ppl", 512, 0, fake_run.np.random.default_rng(0)) | {"unheard_of": [1]}
+    text = report.write(records(tmp_path, GOOD, json.dumps(more), "")).read_text(encoding="utf-8")
+    assert "The directory has no run.json" in text
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(KvjaxError, match="cannot read .*run.json"):
+        report.write(tmp_path)
+
+
+def test_tasks_without_a_length_of_their_own():
+    lines = [r | {"about": {}} for r in fake_run.records(["full", "offload"], ["ruler.vt", "ruler.fwe"], [512], 3)]
+    page = Page(report.render(report.summary.latest(lines), {}))
+    assert len(page.all("table")) == 1 and not page.all("input")

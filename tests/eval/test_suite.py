@@ -1,0 +1,63 @@
+"""Names of tasks, and the cases of a choice of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.eval import suite
+from kvjax.eval.case import Ask, Case, Spec
+from kvjax.types import KvjaxError
+
+ASK = Ask(np.array([1]), "exact", ("a",), 1)
+
+
+def maker(task, keys=("0",)):
+    def make(model, spec):
+        """One line.
+
+        Another.
+        """
+        return (Case(task, f"{task}/{n}/{k}", np.arange(n), (ASK,)) for n in spec.lengths for k in keys)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch):
+    names = ("niah", "ruler.vt", "ruler.cwe", "ppl")
+    monkeypatch.setattr(suite, "makers", lambda: {n: maker(n) for n in names} | {"twice": maker("twice", "00")})
+
+
+def test_a_family_stands_for_its_tasks_and_each_is_taken_once():
+    assert suite.expand(["ppl", "ruler", "ruler.vt", "ppl"]) == ["ppl", "ruler.vt", "ruler.cwe"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["nih"], "mean 'niah'?"),
+        (["rulr"], "mean 'ruler'?"),
+        ([""], "unknown task ''"),
+        ([], "no task"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest_one(names, says):
+    with pytest.raises(KvjaxError, match="kvjax eval --list") as e:
+        suite.expand(names)
+    assert says in str(e.value)
+
+
+def test_cases_in_the_order_of_the_tasks():
+    found = suite.cases(None, ["ruler", "niah"], Spec(lengths=(4, 8)))
+    keys = ["ruler.vt/4/0", "ruler.vt/8/0", "ruler.cwe/4/0", "ruler.cwe/8/0", "niah/4/0", "niah/8/0"]
+    assert [c.key for c in found] == keys
+
+
+def test_two_cases_of_one_key_are_refused():
+    with pytest.raises(KvjaxError, match="two cases with the key 'twice/4/0'"):
+        suite.cases(None, ["twice"], Spec(lengths=(4,)))
+
+
+def test_each_task_is_described_by_one_line():
+    assert suite.described()["niah"] == "One line."

@@ -1,0 +1,94 @@
+"""Rows of a run: means over contexts, errors, first and later questions, agreement, the terminal's table."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvjax.eval import summary
+from tests.eval import fake_run
+
+
+def line(method="full", key="a", scores=(1.0,), task="recall", length=512, **more):
+    size = {"device": 2048, "pinned_host": 1024}
+    base = {"method": method, "task": task, "key": key, "about": {"length": length}, "scores": list(scores)}
+    return base | {"asks": [{}] * len(scores), "metric": "exact", "turns": False, "bytes": size} | more
+
+
+def test_contexts_count_once_whatever_they_ask():
+    (row,) = summary.rows([line(key="a", scores=[1.0, 1.0, 1.0, 0.0]), line(key="b", scores=[0.0])])
+    assert row["score"] == 0.375  # not 3 of 5
+    assert row["score_error"] == pytest.approx(np.std([0.75, 0], ddof=1) / np.sqrt(2))
+    assert (row["contexts"], row["questions"], row["device_kib"], row["host_kib"]) == (2, 5, 2, 1)
+    assert (row["bits"], row["agreement"], row["tokens_per_second"]) == (None, None, None)
+
+
+def test_one_context_has_no_error_and_the_last_repetition_wins():
+    (row,) = summary.rows([line(scores=[0.0]), line(scores=[1.0])])
+    assert (row["score"], row["score_error"], row["contexts"]) == (1, None, 1)
+
+
+def test_the_same_key_in_two_tasks_is_two_cases():
+    assert len(summary.rows([line(task="a"), line(task="b")])) == 2
+
+
+def test_first_and_later_follow_the_turns():
+    asks = [{"turn": 1}, {"turn": 0}, {"turn": 2}]
+    (row,) = summary.rows([line(scores=[0.0, 1.0, 0.5], asks=asks, turns=True)])
+    assert (row["first"], row["later"], row["turns"]) == (1, 0.25, True)
+    (single,) = summary.rows([line()])
+    assert (single["first"], single["later"]) == (None, None)
+
+
+def test_agreement_is_with_full_on_the_same_case():
+    text = {"scores": [], "bits": 1.5}
+    records = [
+        line("kivi", "a", likeliest=[1, 2, 3, 4], **text),
+        line("full", "b", likeliest=[9, 9, 9, 9], **text),
+        line("full", "a", likeliest=[1, 2, 0, 0], **text),
+    ]
+    kivi, full = summary.rows(records)
+    assert (kivi["agreement"], kivi["bits"], kivi["score"]) == (0.5, 1.5, None)
+    assert full["agreement"] == 1
+
+
+def test_speed_joins_rows_of_its_method_and_length():
+    records = [line(length=512), line(key="b", length=1024), line("b", length=512), fake_run.speed("full", 512)]
+    found = {(r["method"], r["task"], r["length"]): r["tokens_per_second"] for r in summary.rows(records)}
+    assert found["full", "recall", 512] == 900
+    assert found["full", "recall", 1024] is found["b", "recall", 512] is None
+
+
+def test_a_family_is_the_mean_of_its_tasks_with_their_errors():
+    rows = summary.rows(
+        [
+            line(task=f"r.{t}", key=k, scores=[s])
+            for t, k, s in (("a", 1, 1.0), ("a", 2, 0.0), ("b", 1, 1.0), ("b", 2, 1.0))
+        ]
+    )
+    (merged,) = summary.by_family(rows)
+    assert (merged["task"], merged["score"], merged["score_error"]) == ("r", 0.75, 0.25)
+    assert summary.by_family([*rows, {**rows[0], "method": "other"}]) == [merged]  # lacks r.b
+
+
+def test_csv_has_every_field(tmp_path):
+    rows = summary.rows(fake_run.records(cases=2, lengths=[512]))
+    with summary.write_csv(rows, tmp_path / "summary.csv").open(newline="") as f:
+        found = list(csv.DictReader(f))
+    assert len(found) == len(rows) and list(found[0]) == list(summary.FIELDS)
+    assert found[1]["method"] == rows[1]["method"] and float(found[1]["device_kib"]) == rows[1]["device_kib"]
+
+
+@pytest.mark.parametrize("tasks", [fake_run.TASKS[:2], fake_run.TASKS, [f"{x}{i}" for x in "abcde" for i in range(4)]])
+def test_the_table_fits_100_columns(tasks):
+    rows = summary.rows(fake_run.records(cases=2, tasks=tasks))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary.table(rows))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+    assert "2,048" in text and "512-token" not in text
+    assert all(method.split(":")[0] in text for method in fake_run.METHODS)
