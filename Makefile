@@ -1,10 +1,11 @@
 # make demo    the main job on the model that ships in the repository
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
+# make experiments   the small form of every table and figure of the papers, into experiments/results
 # make check   lint and format check     make format                  repair what can be repaired
 # Each creates .venv first, and again when pyproject.toml or constraints.txt changed.
 #   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
-#   EXTRAS=dev,experiments   the optional dependencies to install (also: gpu, parity); run `make clean` after a change
+#   EXTRAS=dev,experiments   the optional dependencies to install (also: gpu, lm-eval, parity); run `make clean` after a change
 
 VENV := .venv
 EXTRAS ?= dev,experiments
@@ -14,7 +15,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench check format clean
+.PHONY: demo test bench experiments check format clean
 
 demo: $(STAMP)
 	$(VENV)/bin/kvjax demo
@@ -24,6 +25,9 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	for b in host lowbit packed decode prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
+
+experiments: $(STAMP)
+	$(VENV)/bin/python -m experiments.all
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -40,11 +40,24 @@ def model():
     return toy_model(windows=(None, 9, None))
 
 
+@pytest.fixture(scope="module")
+def full(model):
+    return kvjax.generate(model, PROMPTS, kvjax.zoo.full(), max_new_tokens=8).tokens
+
+
+def test_every_evicting_recipe_is_among_the_methods_tried():
+    tried = {part.split(":")[0].strip() for method in SELECT + ONLINE for part in method.split("+")}
+    assert set(kvjax.zoo.RECIPES) - tried == {"full", "offload"}
+
+
 @pytest.mark.parametrize("method", SELECT + ONLINE)
-def test_a_row_of_a_padded_batch_is_the_row_alone(model, method):
+def test_a_row_of_a_padded_batch_is_the_row_alone(model, full, method):
     parsed = kvjax.parse(method)
     together = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=8).tokens
     assert together == [kvjax.generate(model, [p], parsed, max_new_tokens=8).tokens[0] for p in PROMPTS]
+    if not any(lossy in method for lossy in ("kivi", "kcache", "specache")):
+        assert together[1] == full[1]  # shorter than any window here, and within the budget with all that is decoded
+        assert together != full
 
 
 @pytest.mark.parametrize("method", SELECT)
@@ -65,6 +78,20 @@ def test_the_kept_are_real_tokens_within_the_budget_and_the_others_are_gone(mode
         room = 32  # 27 tokens may follow the longest prompt, rounded up to a multiple of 16
         most = [max(layer.kept(len(p)) for p in PROMPTS) for layer in plan]
         assert [s.pos.shape[2] for s in state.layers] == [n + room for n in most]
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_what_evicts_while_it_decodes_keeps_no_padding(model, method):
+    parsed = kvjax.parse(method)
+    _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
+    for step in range(4):
+        for rows in kvjax.kept_positions(state):
+            for prompt, heads in zip(PROMPTS, rows, strict=True):
+                for kept in heads:
+                    seen = len(prompt) + step
+                    assert kept[-1] == seen - 1 and len(np.unique(kept)) == len(kept)
+                    assert len(kept) == seen if "infllm" in method else min(seen, 5) <= len(kept) <= 11
+        _, state = kvjax.extend(model, [[9]] * len(PROMPTS), state, parsed)
 
 
 @pytest.mark.parametrize("method", SELECT)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -16,40 +13,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from kvjax.eval.machine import machine
+
 PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def machine() -> dict[str, Any]:
-    """Where and when numbers were taken; the load average is that of the last minute."""
-    return {
-        "processor": _processor(),
-        "cores": cores(),
-        "device": jax.devices()[0].device_kind,
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        **{p: version(p) for p in ("jax", "torch", "transformers")},
-    }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def timed(fun: Callable[..., Any], *args: Any) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import timed, version
+from experiments.bench.common import timed
+from kvjax.eval.machine import version
 
 
 def read_probes(megabytes: int = 512) -> tuple[int, dict[str, Callable[[], float]]]:

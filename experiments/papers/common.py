@@ -17,7 +17,8 @@ from experiments.bench.common import progress
 from experiments.bench.ours import Ours
 from kvjax import KvjaxError, Method, Model, State, api, memory
 from kvjax.cli import use_compilation_cache
-from kvjax.eval import corpus, tasks, vocab
+from kvjax.eval import corpus, tasks
+from kvjax.eval.symbols import knows_symbols
 from kvjax.tokenizer import FILE
 from kvjax.types import Array
 
@@ -102,11 +103,6 @@ def random_loop(model: Model, method: Method, batch: int, tokens: int, room: int
     lengths = jnp.full((batch,), tokens, jnp.int32)
     loop.begin(jnp.zeros((batch, c.vocab_size)), encoded(model, method, dense, lengths, tokens + room), room)
     return loop
-
-
-def knows_symbols(model: Model) -> bool:
-    """Whether the model has the shipped model's vocabulary, in which the tasks are written."""
-    return model.tokenizer is not None and model.tokenizer.inner.get_vocab() == vocab.tokenizer().get_vocab()
 
 
 def instances(args: argparse.Namespace, task: str) -> list[tasks.Instance]:

@@ -22,6 +22,7 @@ from experiments.bench.common import progress
 from experiments.papers import common
 from kvjax import KvjaxError, Method, Model, State, api, forward
 from kvjax.eval import corpus, tasks
+from kvjax.eval.symbols import knows_symbols
 from kvjax.eval.vocab import ASK, PAIR, SYMBOLS
 from kvjax.forward import Setting
 from kvjax.prompts import pad, round_up
@@ -254,7 +255,7 @@ def measure(
     methods: strings, which are then their names too, or methods by name.
     """
     methods = methods if isinstance(methods, Mapping) else {m: kvjax.parse(m) for m in methods}
-    known, found, parts = common.knows_symbols(model), Found(), {}
+    known, found, parts = knows_symbols(model), Found(), {}
     work = [(t, instances(args, t), Asked) for t in (args.tasks if known else ())]
     if with_text or not known:
         rows = common.windows(args, model, args.length + args.tokens)

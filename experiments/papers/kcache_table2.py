@@ -62,7 +62,7 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
-    parser = common.add_common.average(common.parser(__doc__), group=False)
+    parser = common.add_quality(common.parser(__doc__), group=False)
     parser.add_argument("--n", type=common.numbers, default=[8, 16, 32, 64, 128], help="values fetched per head")
     parser.add_argument("--layers", type=common.numbers, default=[0, 1, 2, 3], help="first layers kept on the device")
     args = parser.parse_args(argv)

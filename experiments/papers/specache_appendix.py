@@ -20,6 +20,7 @@ from experiments.papers.specache_figure4 import add_run, evaluated, named
 from kvjax.eval import suite
 from kvjax.eval.case import Spec
 from kvjax.eval.longbench import SOURCE
+from kvjax.eval.symbols import knows_symbols
 
 TASKS = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = p.parse_args(argv)
     before, model, real = machine(), kvjax.load(args.model), args.data is not None
     length = args.length or (max(model.config.max_positions - 512, 1) if real else 2048)
-    own = (*STAND_INS, "symbols") if common.knows_symbols(model) else STAND_INS
+    own = (*STAND_INS, "symbols") if knows_symbols(model) else STAND_INS
     tasks = suite.expand(args.tasks or ([f"longbench.{t}" for t in TASKS] if real else own))
     labels = methods(length, args.ratios, min(64, model.config.head_dim), args.block or (128 if real else 16))
     if args.methods:

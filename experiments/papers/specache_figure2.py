@@ -27,6 +27,7 @@ from experiments.bench.common import interleaved, machine, progress, report, sum
 from experiments.papers import common
 from kvjax import KvjaxError, Model, api, forward, memory
 from kvjax.attention import NEG, causal, scores, visible, weights
+from kvjax.eval.symbols import knows_symbols
 from kvjax.forward import Setting
 from kvjax.models import Decoder
 from kvjax.types import Array
@@ -89,7 +90,7 @@ def hit_rates(params: Any, tokens: Array, setting: Setting, first: int, queries:
 def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any]]]:
     """Source of tokens -> one record per percentage."""
     sources = {"text": common.windows(args, model, args.length)}
-    if common.knows_symbols(model):
+    if knows_symbols(model):
         sources |= {t: np.stack([i.context for i in common.instances(args, t)]) for t in args.tasks}
     sizes = tuple(max(round(x * args.length / 100), 1) for x in args.percent)
     if max(args.percent) > 100 or min(args.percent) <= 0:

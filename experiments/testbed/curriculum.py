@@ -30,6 +30,7 @@ class Curriculum:
     bar: float = 0.93
     stay: int = 60
     review: float = 0.3  # share of steps at one of the two stages before
+    left_out: tuple[str, ...] = ()  # kinds that are not drawn
 
     @property
     def stages(self) -> int:
@@ -49,9 +50,9 @@ class Curriculum:
 
     def mixture(self, stage: int) -> dict[str, float]:
         """Shares of row kinds in this stage."""
-        if stage == self.stages:
-            return GROWN
-        return EARLY if self.shapes[stage][0] <= EARLY_LENGTH else GROWING
+        early = stage < self.stages and self.shapes[stage][0] <= EARLY_LENGTH
+        shares = GROWN if stage == self.stages else EARLY if early else GROWING
+        return {kind: share for kind, share in shares.items() if kind not in self.left_out}
 
 
 @dataclasses.dataclass

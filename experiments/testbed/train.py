@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvjax
-from experiments.testbed import plot
+from experiments.testbed import batches, plot
 from experiments.testbed.curriculum import Curriculum
 from experiments.testbed.trainer import Recipe, Run, open_manager
 from kvjax import checkpoint
@@ -44,6 +44,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, help="steps of the whole run; may be changed when it is resumed")
     p.add_argument("--decay", type=float, default=0.3, help="last share of the steps, over which the rate falls to 0")
     p.add_argument("--minutes", type=float, default=float("inf"), help="stop, resumably, after this long")
+    p.add_argument("--leave-out", nargs="*", default=[], choices=batches.KINDS, help="kinds of rows not to draw")
     p.add_argument("--learning-rate", type=float, default=2e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
@@ -60,7 +61,9 @@ def recipe(args: argparse.Namespace) -> Recipe:
     """The run that the arguments describe."""
     preset = PRESETS[args.preset]
     config = dataclasses.replace(MODEL, max_positions=max(args.lengths))
-    curriculum = Curriculum(shapes(tuple(args.lengths), args.tokens or preset["tokens"]))
+    curriculum = Curriculum(
+        shapes(tuple(args.lengths), args.tokens or preset["tokens"]), left_out=tuple(args.leave_out)
+    )
     steps = args.steps or preset["steps"]
     return Recipe(config, curriculum, args.seed, steps, args.learning_rate, decay=args.decay)
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvjax.eval import store, suite
 from kvjax.eval.case import Spec
-from kvjax.eval.evaluate import evaluate
+from kvjax.eval.compare import compare
 from kvjax.kv.strings import parse_many
 from kvjax.model import Model, load
 from kvjax.types import KvjaxError
@@ -27,17 +27,13 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in found.items()))
         return
-    methods = list(dict.fromkeys(m.name for m in parse_many(args.methods)))
+    parse_many(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
     model = load(args.model, dtype=args.dtype)
     _warn(model, spec.lengths)
-    cases = suite.cases(model, tasks, spec)
-    about = {"seed": args.seed, "batch": args.batch, "seen": args.seen}
-    what = store.describe(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
-    speed = () if args.no_speed else spec.lengths
+    how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
     try:
-        with store.opened(args.out, what) as records:
-            evaluate(model, methods, cases, records, **about, speed=speed, progress=progress())
+        compare(model, args.methods, tasks, spec, args.out, **how, progress=progress())
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     summarise(args.out)

@@ -87,8 +87,8 @@ def conversation(model: Model, method: Method, cases: Sequence[Case], new: int) 
     """The first question ends the prompt; each next one follows on the same state, after the answer to the last one.
 
     That answer is the reference, not what the model said, so that one mistake does not spoil the turns after it, and
-    every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319, section 3; `pre_ans`
-    in its prompt templates).
+    every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
+    prompt templates of its code).
     """
     turns = list(zip(*(c.asks for c in cases), strict=True))
     told = [[reference(model, a) for a in asked] for asked in turns[:-1]]

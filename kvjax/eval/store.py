@@ -11,10 +11,8 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, BinaryIO
 import jax
 
 from kvjax import checkpoint
+from kvjax.eval.machine import machine, version
 from kvjax.model import Model
 from kvjax.types import KvjaxError
 
@@ -182,7 +181,7 @@ def describe(
         "tasks": list(tasks),
         "lengths": list(lengths),
         "machine": machine(),
-        "kvjax": _version("kvjax"),
+        "kvjax": version("kvjax"),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -194,31 +193,3 @@ def digest(name: str) -> str | None:
         return None
     record = checkpoint.manifest(where)
     return hashlib.sha256(json.dumps([record.config.to_json(), record.digests], sort_keys=True).encode()).hexdigest()
-
-
-def machine() -> dict[str, Any]:
-    """Where numbers are taken; the load average is that of the last minute."""
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-        "load": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{p: _version(p) for p in ("jax", "jaxlib", "flax", "numpy", "tokenizers")},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

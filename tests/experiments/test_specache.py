@@ -24,6 +24,7 @@ from experiments.papers import (
 )
 from kvjax import Config, KvjaxError, checkpoint
 from kvjax.eval import harness, tasks, vocab
+from kvjax.eval.symbols import knows_symbols
 from kvjax.testing import toy_model
 
 SCRIPTS = {
@@ -155,7 +156,7 @@ def test_text_that_cannot_be_used_is_refused_with_a_remedy(tiny, tmp_path):
 
 
 def test_a_model_of_another_vocabulary_gets_text_only(tiny):
-    assert common.knows_symbols(tiny) and not common.knows_symbols(toy_model())
+    assert knows_symbols(tiny) and not knows_symbols(toy_model())
 
 
 def exact_weights(q: np.ndarray, k: np.ndarray, t: int) -> np.ndarray:

@@ -1,0 +1,196 @@
+"""The driver: runs scripts, keeps what they print, goes on after a failure, writes the summary between its marks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+
+import pytest
+
+from experiments import all as driver
+from kvjax import KvjaxError
+
+MACHINE = {"processor": "P", "cores": 2, "device": "cpu", "jax": "1", "load": 3.5, "load_before": 1.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake(driver.Entry):
+    """An entry that runs a line of Python instead."""
+
+    line: str = ""
+
+    def command(self, out):
+        return [sys.executable, "-c", self.line]
+
+    def in_brief(self, results):
+        return f"ours {results['x']}", "the | paper", "no difference"
+
+
+def fake(name: str, x: int = 0, line: str | None = None) -> Fake:
+    document = json.dumps({"machine": MACHINE, "results": {"x": x}})
+    return Fake(name, f"Table {name}", "", f"print('a table'); print({document!r})" if line is None else line)
+
+
+FAILS = "import sys; sys.exit(3)"
+
+
+def test_results_are_kept_and_a_failure_stops_nothing(tmp_path, capsys):
+    entries = [fake("a", 1), fake("b", line=FAILS), fake("c", line="print('no document')"), fake("d", 4)]
+    wrong = driver.run_all(entries, tmp_path / "new")
+    assert list(wrong) == ["b", "c"] and wrong["b"] == "exit status 3" and "no document" in wrong["c"]
+    kept = {p.name: json.loads(p.read_text())["results"]["x"] for p in (tmp_path / "new").iterdir()}
+    assert kept == {"a.json": 1, "d.json": 4}
+    said = capsys.readouterr().err
+    assert "2 of 4, 0:" in said and "b: exit status 3 after" in said
+
+
+def test_the_summary_names_every_script(tmp_path):
+    ran, old, broken, never = fake("a", 1), fake("old", 2), fake("b", line=FAILS), fake("never")
+    driver.run_all([ran, old], tmp_path)
+    wrong = driver.run_all([dataclasses.replace(old, line=FAILS), broken], tmp_path)
+    (tmp_path / "torn.json").write_text('{"results": {}}')
+    text = driver.section(tmp_path, wrong, [ran, old, broken, never, fake("torn")])
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows[0] == "| `a`: Table a | the \\| paper | ours 1 | no difference |"
+    assert "ours 2" in rows[1] and "an earlier one" in rows[1]
+    assert "failed in the last run" in rows[2] and "--only b" in rows[2]
+    assert "| not run |" in rows[3] and "cannot be summed up (KeyError" in rows[4]
+    assert "P, 2 cores, cpu, JAX 1; load average 1.5 to 3.5" in text
+    assert "Nothing was run yet." in driver.section(tmp_path / "none", {}, [never])
+
+
+def test_only_what_is_between_the_marks_changes(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{driver.BEGIN}\nold\n{driver.END}\nafter\n")
+    for _ in range(2):
+        driver.rewrite(readme, "new")
+    assert readme.read_text() == f"before\n{driver.BEGIN}\nnew\n{driver.END}\nafter\n"
+    readme.write_text(f"{driver.END} {driver.BEGIN}")
+    with pytest.raises(KvjaxError, match="each once: the summary goes between them"):
+        driver.rewrite(readme, "new")
+
+
+def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{driver.BEGIN}{driver.END}")
+    entries = (fake("a", 1), fake("b", line=FAILS))
+    for name, value in {"ENTRIES": entries, "README": readme, "RESULTS": tmp_path / "results"}.items():
+        monkeypatch.setattr(driver, name, value)
+    monkeypatch.setattr(driver, "chosen", lambda only: [e for e in entries if only in (None, e.name)])
+    monkeypatch.setattr(driver, "section", lambda results, wrong: f"failed: {list(wrong)}")
+    assert driver.main(["--only", "a"]) == 0 and "failed: []" in readme.read_text()
+    assert driver.main([]) == 1 and "failed: ['b']" in readme.read_text()
+    assert "failed: b: exit status 3" in capsys.readouterr().err
+
+
+def test_names_are_checked(capsys):
+    assert [e.name for e in driver.chosen("streaming, kcache_table1")] == ["kcache_table1", "streaming"]
+    with pytest.raises(KvjaxError, match="no script .'kcache_table9'.; use kcache_table1, "):
+        driver.chosen("kcache_table9")
+    assert driver.main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(driver.ENTRIES)
+
+
+class Parsed(Exception):
+    """Raised in place of running a script."""
+
+
+@pytest.mark.parametrize("entry", driver.ENTRIES, ids=lambda e: e.name)
+def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monkeypatch):
+    script = importlib.import_module(f"experiments.papers.{entry.name}")
+    assert callable(script.in_brief)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, argv):
+        raise Parsed(parse(self, argv))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    command = entry.command(driver.RESULTS)
+    assert command[1:3] == ["-m", f"experiments.papers.{entry.name}"]
+    assert not any(w.startswith("/") for w in command[3:])
+    with pytest.raises(Parsed):
+        script.main(command[3:])
+
+
+def test_all_scripts_of_the_folder_are_driven():
+    shared = {"__init__", "common", "eviction", "eviction_tables"}
+    here = {p.stem for p in (driver.ROOT / "experiments" / "papers").glob("*.py")} - shared
+    assert here == {e.name for e in driver.ENTRIES}
+
+
+def record(method: str, accuracy: float, **more) -> dict:
+    """What `common.measure` gives, with one task."""
+    return {"method": method, "tasks": {"t": {"accuracy": accuracy, "error": 0.0}}, "agreement": 1.0, **more}
+
+
+def evicted(lines: dict[str, tuple[str | None, float]], **more) -> dict:
+    """What `eviction_tables.document` gives: label -> (base, share right), later questions at half of it."""
+    score = {"first": 1.0, "unseen": 1.0, "later": 0.5}
+    gain = lambda base, x: {w: {"right": (s * (x - lines[base][1]), 0.01)} for w, s in score.items()}  # noqa: E731
+    described = [{"label": m, "method": m, "base": b, "gains": gain(b, x) if b else {}} for m, (b, x) in lines.items()]
+    outcomes = [
+        {"method": m, "when": w, "right": s * x, "nats": 1.0} for m, (_, x) in lines.items() for w, s in score.items()
+    ]
+    return {"lines": described, "outcomes": outcomes, **more}
+
+
+LEVELS = [("full", 0.9)] + [
+    (f"{m}:bits=1,one_bit={level}", x)
+    for level, pair in (("original", (0.2, 0.3)), ("improved", (0.4, 0.8)))
+    for m, x in zip(("kivi", "specache"), pair, strict=True)
+]
+CRUSHED = {"full": (None, 0.9), "H2O": (None, 0.5), "  kvcrush.mean": ("H2O", 0.6), "  kvcrush.ones": ("H2O", 0.4)}
+SHARES = {"snapkv": {"phrases, first": "0.25", "text, text": "0.75"}}
+STREAMED = {"tokens": 400, "bytes": {"streaming_llm": [64]}, "excess": {"streaming_llm": 0.1}}
+LATENCY = [{"shape": "s", "overhead": {"x + kvcrush": {"added": 0.01}, "x + kmeans": {"added": 0.2}}}]
+KINDS = {"snapkv 64": (None, 0.8), "kcache 64": (None, 0.9)}
+TIMED = {"seconds_per_step": {"median": 0.002}}
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "said"),
+    [
+        ("specache_table5", [record(m, x) for m, x in LEVELS], "help (+40.0 points): the order of the paper"),
+        ("specache_table5", [record(m, 0.9) for m, _ in LEVELS], "do not help (+0.0 points): not the order"),
+        ("specache_table4", [record("full", 0.9, **TIMED)], "full 90.0%, 2.0 ms"),
+        (
+            "specache_figure5",
+            [record("full", 0.9), record("a", 0.5, topk=0), record("b", 0.8, topk=64)],
+            "+30.0 points",
+        ),
+        ("specache_table1", {"sizes": [{"share": {"kivi": 0.134, "specache": 0.14}, "paper": 0.13}]}, "1 of 2 sizes"),
+        (
+            "specache_table2",
+            evicted({"Full": (None, 0.9), "H2O 4x": ("Full", 0.4), "SpeCache 4x": ("Full", 0.8)}),
+            "+40.0",
+        ),
+        (
+            "specache_table3",
+            [{"context": 2048, "column": i, "batch": b} for i, b in enumerate((2, 9, 12))],
+            "4.5x, 6.0x",
+        ),
+        ("kvcrush_table2", evicted(CRUSHED), "1 of 2 pairs gain, 1 clearly (two standard errors); 1 lose clearly"),
+        (
+            "kvcrush_table3",
+            evicted({"FullKV": (None, 0.9), "S": (None, 0.5), "KVCrush* (S)": ("S", 0.6)}),
+            "adds +10.0",
+        ),
+        ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best shares"),
+        ("kvcrush_figure6", {"latency": LATENCY}, "cheaper of the two here too"),
+        ("kvcrush_figure7", evicted(CRUSHED), "unseen: 1 of 2 pairs gain"),
+        ("kvcrush_figure8", evicted({"full": (None, 0.9), "paged H2O, 8 pages": ("full", 0.5)}), "8 pages -40.0"),
+        (
+            "eviction_curves",
+            evicted(KINDS, drop={"snapkv 64": (0.5, 0), "kcache 64": (0.1, 0)}),
+            "+50.0, offload +10.0",
+        ),
+        ("streaming", {**STREAMED, "slope": {"streaming_llm": [0.1, 0.2]}}, "within two standard errors of flat"),
+        ("streaming", {**STREAMED, "slope": {"streaming_llm": [0.5, 0.2]}}, "beyond two standard errors of flat"),
+    ],
+)
+def test_scripts_sum_up_what_they_found(name, results, said):
+    words = importlib.import_module(f"experiments.papers.{name}").in_brief(results)
+    assert len(words) == 3 and all(words) and said in " | ".join(words)
