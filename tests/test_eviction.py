@@ -10,7 +10,7 @@ import kvjax
 from kvjax.testing import toy_model
 from kvjax.types import IncompatibleMethod, KvjaxError
 
-PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 62)), list(range(5, 17))]
+PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]  # each alone: two sets of shapes
 SELECT = [
     "snapkv:budget=12,window=4,kernel=3",
     "pyramidkv:budget=12,window=4,kernel=3",

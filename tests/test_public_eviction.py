@@ -55,16 +55,7 @@ def assert_alike(public: str, rows: list[dict]) -> None:
     _, state = kvjax.prefill(model, prompts, method, capacity=CAPACITY)
     for layer, kept in enumerate(kvjax.kept_positions(state)):
         for row, heads in zip(rows, kept, strict=True):
-            want = row["kept"][layer]
-            if len(heads) == 1:  # all heads keep the same
-                heads = heads * len(want)
-            assert [seen(public, len(row["prompt"]), positions) for positions in heads] == want
-
-
-def seen(public: str, length: int, positions: np.ndarray) -> list[int]:
-    """Without the token that StreamingLLM shows to no query any more, whose slot the next token takes."""
-    left = {length - 1 - (KEPT - 4)} if public == "authors_streaming" else set()
-    return [p for p in positions.tolist() if p not in left]
+            assert [positions.tolist() for positions in heads] == row["kept"][layer]
 
 
 @pytest.mark.parametrize("public", METHODS)

@@ -51,11 +51,11 @@ def planned_bytes(
 
 def kept_positions(state: State) -> list[list[list[np.ndarray]]]:
     """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the state holds."""
-    pos = [np.asarray(s.positions() if hasattr(s, "positions") else s.pos) for s in state.layers]
-    heads = max(p.shape[1] for p in pos)
 
-    def layer(p):
-        p = np.broadcast_to(p, (p.shape[0], heads, p.shape[2]))
-        return [[np.sort(head[head >= 0]) for head in row] for row in p]
+    def layer(s):
+        pos = np.asarray(s.positions() if hasattr(s, "positions") else s.pos)
+        heads = next(x.shape[1] for x in jax.tree.leaves(s) if x.ndim == 4)  # whatever holds them is [B K ...]
+        pos = np.broadcast_to(pos, (pos.shape[0], heads, pos.shape[2]))
+        return [[np.sort(head[head >= 0]) for head in row] for row in pos]
 
-    return [layer(p) for p in pos]
+    return [layer(s) for s in state.layers]

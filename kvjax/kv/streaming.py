@@ -62,7 +62,7 @@ class StreamingLLM:
         S = self.budget + 1
         zeros = memory.pack(jnp.zeros((B, K, S, H), block.k.dtype))
         state = Kept(zeros, zeros, jnp.full((B, 1, S), -1, jnp.int32))
-        return self._write(state, self._bare(clean(block)))
+        return self._expired(self._write(state, self._bare(clean(block))))
 
     def extend(
         self, state: Kept, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
@@ -72,11 +72,11 @@ class StreamingLLM:
         q [B K G T H]; k, v [B K T H]; q_pos i32[B T], -1 for padding on the right. Returns out f32[B K G T H].
         """
         fresh = self._bare(clean(Block(k, v, q_pos[:, None])))
-        if q.shape[3] == commit == 1:  # what it overwrites has left the query's sight: written first, then read once
+        if q.shape[3] == commit == 1:  # it takes the place of a token that is gone: written first, then read once
             state = self._write(state, fresh)
-            return merge([self._read(_block(state), q, q_pos, window)]), state
+            return merge([self._read(_block(state), q, q_pos, window)]), self._expired(state)
         parts = [self._read(_block(state), q, q_pos, window), self._read(fresh, q, q_pos, window)]
-        return merge(parts), self._write(state, jax.tree.map(lambda x: x[:, :, :commit], fresh))
+        return merge(parts), self._expired(self._write(state, jax.tree.map(lambda x: x[:, :, :commit], fresh)))
 
     def _bare(self, block: Block) -> Block:
         """The block with keys as they are held."""
@@ -95,6 +95,11 @@ class StreamingLLM:
         slot = jnp.where(stays, slot, -1)
         k, v = put_rows(state.k, fresh.k, slot), put_rows(state.v, fresh.v, slot)
         return Kept(k, v, put_at(state.pos, pos, slot))
+
+    def _expired(self, state: Kept) -> Kept:
+        """Without the token that the last query has seen and the next one will not."""
+        gone = (state.pos >= self.sinks) & (state.pos <= state.pos.max(2, keepdims=True) - self.recent)
+        return dataclasses.replace(state, pos=jnp.where(gone, -1, state.pos))
 
     def _read(self, block: Block, q: Array, q_pos: Array, window: int | None) -> Partial:
         sink = block.pos < self.sinks

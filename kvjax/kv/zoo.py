@@ -160,6 +160,7 @@ def pyramidkv(
     beta: int = 20,
     rule: str = "authors",
     reduce: str = "mean",
+    reduce_first: bool = False,
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
@@ -169,7 +170,7 @@ def pyramidkv(
     beta: how much steeper than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the
     budget), or "peer", kvpress' floating-point form. The others as in `snapkv`.
     """
-    scorer = scorers.Window(window, kernel, pool, reduce)
+    scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
     return _evict(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per)
 
 
