@@ -68,11 +68,11 @@ ENTRIES = (
     Entry("kvcrush_table2", "KVCrush, Table II", f"{EVICTED} --anchors random,mean,alternate"),
     Entry("kvcrush_table3", "KVCrush, Table III", EVICTED),
     Entry("kvcrush_figure5", "KVCrush, Figure 5", f"{EVICTED} --shares 0.25,0.5,0.75"),
-    Entry("kvcrush_figure6", "KVCrush, Figure 6", "--no-accuracy --timed-length 1024 --shapes small --repeats 3"),
+    Entry("kvcrush_figure6", "KVCrush, Figure 6", "--no-accuracy --shapes small --repeats 3"),
     Entry("kvcrush_figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
     Entry("kvcrush_figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,256 --methods {CURVES}"),
-    Entry("streaming", "StreamingLLM, Figure 5", "--tokens 20000 --full 6144 --out {out}"),
+    Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
 
 

@@ -18,6 +18,7 @@ from kvjax.model import Model, load
 from kvjax.types import KvjaxError
 
 CSV = "summary.csv"
+WIDTH = 112  # columns that the table needs, whatever the terminal says
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,7 +90,8 @@ def summarise(out: Path) -> None:
 
     records = store.read(out)
     rows = summary.rows(records)
-    Console().print(summary.table(rows))
+    console = Console()
+    Console(width=max(console.width, WIDTH)).print(summary.table(rows))
     drawn = plots.write(plots.plots(rows, records), out)
     written = [summary.write_csv(rows, out / CSV), *drawn[:1], report.write(out)]
     print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in written))

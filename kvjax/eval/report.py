@@ -105,6 +105,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         title=f"{run.get('model', 'a model')}: {_count(len(summary.ordered(rows, 'method')), 'method')}",
         headline=headline(rows, records, run),
         lengths=lengths,
+        main=summary.main_length(rows),
         tables=[_table(rows, length) for length in lengths],
         figures=[
             (p, [(a.title, markupsafe.Markup(svg)) for a, svg in zip(p.panels, plots.svgs(p), strict=True)])
@@ -130,7 +131,7 @@ def _in_order(records: Sequence[Record], methods: Sequence[str]) -> list[Record]
 def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
     """In plain words what was run, and which methods answer as the exact one in the fewest bytes.
 
-    Keys: what; length, the largest; fewest: pairs (bytes of what, by method the tasks in which it takes the fewest).
+    Keys: what; length, the main one; fewest: pairs (bytes of what, by method the tasks in which it takes the fewest).
     """
     answered = [r for r in rows if r["task"] != summary.SPEED]
     methods, tasks = (summary.ordered(answered, f) for f in ("method", "task"))
@@ -140,11 +141,11 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
         ends = sorted({f"{n:,}": n for n in (lengths[0], lengths[-1])}.values())
         what += f", with contexts of {' to '.join(f'{n:,}' for n in ends)} tokens"
     what += f": {_count(most('contexts'), 'context')} and {_count(most('questions'), 'question')} for each method"
-    last = max(lengths, default=None)
-    exact = orders.Run(r for r in records if summary.length_of(r) in (last, None))
+    main = summary.main_length(answered)
+    exact = orders.Run(r for r in records if summary.length_of(r) in (main, None))
     sizes = (("on the device", ("device_kib",)), ("on device and host together", ("device_kib", "host_kib")))
-    chosen = summary.at_length(rows, last)
-    return {"what": what, "length": last, "fewest": [(where, _fewest(chosen, exact, f)) for where, f in sizes]}
+    chosen = summary.at_length(rows, main)
+    return {"what": what, "length": main, "fewest": [(where, _fewest(chosen, exact, f)) for where, f in sizes]}
 
 
 def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list[dict[str, Any]]:

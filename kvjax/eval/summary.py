@@ -125,6 +125,13 @@ def lengths(rows: Iterable[Row]) -> list[int]:
     return sorted({r["length"] for r in rows if r["length"] is not None})
 
 
+def main_length(rows: Iterable[Row]) -> int | None:
+    """The length at which most tasks were measured, the largest of several."""
+    rows = [r for r in rows if r["task"] != SPEED]
+    tasks = lambda n: len({r["task"] for r in rows if r["length"] == n})  # noqa: E731
+    return max(lengths(rows), key=lambda n: (tasks(n), n), default=None)
+
+
 def at_length(rows: Iterable[Row], length: int | None) -> list[Row]:
     """The rows of one length and those without one; speed apart."""
     return [r for r in rows if r["task"] != SPEED and r["length"] in (length, None)]
@@ -177,8 +184,8 @@ MOST_COLUMNS, WITH_ERRORS = 7, 3  # so that the table fits 100 columns
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For a terminal of 100 columns: methods x tasks at the largest length; many tasks by family."""
-    length = max(lengths(rows), default=None)
+    """For a terminal of 112 columns: methods x tasks at the main length; many tasks by family."""
+    length = main_length(rows)
     chosen = at_length(rows, length)
     single = len(ordered(chosen, "task")) <= MOST_COLUMNS
     chosen = chosen if single else by_family(chosen)
@@ -186,7 +193,7 @@ def table(rows: Sequence[Row]) -> Table:
     shown, left = tasks[:MOST_COLUMNS], tasks[MOST_COLUMNS:]
     t = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     t.title = f"{length:,}-token contexts" if length else None
-    t.add_column("method", max_width=29, overflow="fold")
+    t.add_column("method", min_width=20, max_width=29, overflow="fold")
     for name in (*shown, "device", "host", "tok/s"):
         t.add_column(name.replace(".", ".\n"), justify="right", overflow="fold", min_width=5)
     for method in ordered(chosen, "method"):
