@@ -94,13 +94,12 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     agree = lambda r: f"{r['agreement']:.1%} predict as full"  # noqa: E731
     gain = common.average(first) < common.average(last)
     why = "as in the paper" if gain else "our answers need few values of few layers"
-    near = common.average(last) > common.average(full) - 100 * sum(t["error"] for t in full["tasks"].values())
+    near = common.average(last) >= common.average(full) - 100 * sum(t["error"] for t in full["tasks"].values())
     return (
         f"full {common.average(full):.1f}%; {shown(first)} ({agree(first)}); {shown(last)} ({agree(last)})",
         "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",
-        f"The largest N with device layers is {'near' if near else 'below'} full, near it in the paper; the smallest N "
-        "on "
-        f"no device layer loses {'more' if gain else 'no more'}: {why}.",
+        f"The largest N with device layers is {'near' if near else 'below'} full, near it in the paper; the smallest "
+        f"N on no device layer loses {'more' if gain else 'no more'}: {why}.",
     )
 
 

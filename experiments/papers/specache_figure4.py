@@ -140,7 +140,7 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     gap = total[back]["mean"] - total[low]["mean"]
     word = "finds more than" if gap > 0 else "finds as much as" if not gap else "finds less than"
     why = "" if gap > 0 else ": a needle of single symbols survives one bit in this model"
-    return ours, said, f"SpeCache {word} one bit alone ({100 * gap:+.1f} points){why}."
+    return f"{ours} (worst cell)", said, f"SpeCache {word} one bit alone ({100 * gap:+.1f} points){why}."
 
 
 if __name__ == "__main__":
