@@ -18,6 +18,7 @@ from experiments.bench.ours import Ours
 from kvjax import KvjaxError, Method, Model, State, api, memory
 from kvjax.cli import use_compilation_cache
 from kvjax.eval import corpus, tasks
+from kvjax.eval.command import words
 from kvjax.eval.symbols import knows_symbols
 from kvjax.tokenizer import FILE
 from kvjax.types import Array
@@ -53,11 +54,6 @@ def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.Argu
         help="prompt: the question ends the exact prefill, as in the papers; cache: it is asked of the finished cache",
     )
     return p
-
-
-def words(text: str) -> list[str]:
-    """Comma-separated words."""
-    return [w.strip() for w in text.split(",") if w.strip()]
 
 
 def numbers(text: str) -> list[int]:

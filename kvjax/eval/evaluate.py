@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvjax.model import Model
 from kvjax.types import KvjaxError
 
 SPEED = "speed"
-MAPPINGS = 30_000  # Linux gives a process some 65,000, and each compiled program takes several
+MAPPINGS = 30_000  # held by a process before its compiled programs, several each, are dropped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +98,7 @@ def evaluate(
                     bar.advance(line, _size(unit))
                     bar.advance(total, _size(unit))
                 bar.remove_task(line)
-            _tidy()
+            program.forget_many(MAPPINGS)
 
 
 def _done(store: Store, method: str, unit: Batch | int) -> bool:
@@ -114,13 +113,6 @@ def _size(unit: Batch | int) -> int:
 
 def _task(unit: Batch | int) -> str:
     return SPEED if isinstance(unit, int) else unit.cases[0].task
-
-
-def _tidy() -> None:
-    """Drops compiled programs when there are very many."""
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
-        program.forget()
 
 
 def check_method(model: Model, name: str, method: Method, lengths: Sequence[int]) -> None:

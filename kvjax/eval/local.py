@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.eval.case import Case, Maker, Spec
+from kvjax.eval.texts import unended
 from kvjax.model import Model
 from kvjax.types import KvjaxError
 
@@ -88,11 +89,9 @@ class Encoded:
 def encode(model: Model, text: str) -> Encoded:
     """Ids with the special tokens that the tokenizer puts first, without those it puts last (a model goes on here)."""
     out = model.text_tokenizer().inner.encode(text)
-    mask = out.special_tokens_mask
-    end = len(mask)
-    while end and mask[end - 1]:
-        end -= 1
-    starts = [-1 if special else start for special, (start, _) in zip(mask[:end], out.offsets[:end], strict=True)]
+    end = unended(out)
+    opened = zip(out.special_tokens_mask[:end], out.offsets[:end], strict=True)
+    starts = [-1 if special else start for special, (start, _) in opened]
     return Encoded(np.array(out.ids[:end], np.int32), np.array(starts, np.int32))
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval import orders, plots, summary
+from kvjax.eval import orders, plots, store, summary
 from kvjax.eval.orders import Finding
 from kvjax.eval.summary import Record, Row
 from kvjax.types import KvjaxError
 
-RECORDS, RUN, PAGE, TEMPLATE = "records.jsonl", "run.json", "report.html", "report.html.j2"
-NEEDED = {"method": str, "task": str, "key": str}
+PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, words, digits
     ("device_kib", "device", "KiB on the device per context", 0),
     ("host_kib", "host", "KiB in host memory per context", 0),
@@ -29,61 +27,21 @@ def write(directory: Path) -> Path:
     Raises KvjaxError without records, and for a damaged line (its number is named; a torn last one is left out).
     """
     directory = Path(directory)
-    records, run = read(directory), _run(directory)
+    records = read(directory)
+    run = store.read_run(directory) if (directory / store.RUN).is_file() else {}
     path = directory / PAGE
     path.write_text(render(records, run), encoding="utf-8")
     return path
 
 
 def read(directory: Path) -> list[Record]:
-    """The records of a run, one per method and case: the last where a case was repeated."""
-    path = Path(directory) / RECORDS
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as e:
-        raise KvjaxError(f"no {RECORDS} in {directory} ({e.strerror}); `kvjax eval --out {directory}` writes it") from e
-    numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    if numbered and not _is_json(numbered[-1][1]):
-        numbered.pop()  # torn: the run was killed while it wrote
-    found = [_record(line, i, path) for i, line in numbered]
+    """The records of a run, one per method and case, with what the page needs; raises KvjaxError without any."""
+    found = [{"scores": [], "about": {}, "bytes": {}} | r for r in store.read(directory)]
     if not found:
         raise KvjaxError(
-            f"{path} holds no records yet; run `kvjax eval --out {directory}` again, it goes on from there"
+            f"{directory} holds no records yet; run `kvjax eval --out {directory}` again, it goes on from there"
         )
     return summary.latest(found)
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _record(line: bytes, number: int, path: Path) -> Record:
-    remedy = "delete that line, and `kvjax eval` measures its case again"
-    try:
-        record = json.loads(line)
-    except ValueError as e:
-        raise KvjaxError(f"line {number} of {path} is no JSON ({e}); {remedy}") from None
-    if not isinstance(record, dict):
-        raise KvjaxError(f"line {number} of {path} is {type(record).__name__}, not a record; {remedy}")
-    for name, kind in NEEDED.items():
-        if not isinstance(record.get(name), kind):
-            raise KvjaxError(f"line {number} of {path} has no {name!r} (a string); {remedy}")
-    return {"scores": [], "about": {}, "bytes": {}} | record
-
-
-def _run(directory: Path) -> dict[str, Any]:
-    path = directory / RUN
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise KvjaxError(f"cannot read {path} ({e}); delete it, and the page goes without the environment") from e
-    return run if isinstance(run, dict) else {}
 
 
 def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 PINNED = ("digest", "dtype", "seed", "batch", "seen", "device")  # a run is continued only under the same ones
 GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
 
+NEEDED = ("method", "task", "key")  # strings that every record has
 Key = tuple[str, str, str]
 """(method, task, key of the case)"""
 
@@ -103,7 +104,10 @@ def read_run(directory: str | Path) -> dict[str, Any]:
     """What run.json says; raises KvjaxError if it is missing or damaged."""
     path = Path(directory) / RUN
     try:
-        return json.loads(path.read_text())
+        run = json.loads(path.read_text())
+        if isinstance(run, dict):
+            return run
+        raise ValueError(f"a {type(run).__name__}, not an object")
     except FileNotFoundError:
         raise KvjaxError(f"{directory} has no {RUN}; make it: kvjax eval --out {directory}") from None
     except ValueError as e:
@@ -116,16 +120,24 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     data = path.read_bytes()
     good = data.rfind(b"\n") + 1
-    records = []
-    for number, line in enumerate(data[:good].splitlines(), 1):
-        try:
-            record = json.loads(line)
-            key(record)
-        except (ValueError, KeyError, TypeError) as e:
-            remedy = "delete that line, and its case is done again"
-            raise KvjaxError(f"{path}, line {number} is damaged ({e!r}); {remedy}") from e
-        records.append(record)
-    return records, good
+    return [
+        _record(line, number, path) for number, line in enumerate(data[:good].splitlines(), 1) if line.strip()
+    ], good
+
+
+def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as e:
+        wrong = f"is no JSON ({e})"
+    else:
+        if not isinstance(record, dict):
+            wrong = f"is {type(record).__name__}, not a record"
+        elif lacking := [name for name in NEEDED if not isinstance(record.get(name), str)]:
+            wrong = f"has no {lacking[0]!r} (a string)"
+        else:
+            return record
+    raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
 
 
 def _checked(directory: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,10 +37,14 @@ def encoded(tokenizer: Tokenizer, text: str, opening: bool) -> Encoding:
 def context_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """A text that opens a prompt, i32[S]: with the special tokens that go before it, without those that end a text."""
     found = encoded(tokenizer, text, opening=True)
-    end = len(found.ids)
-    while end and found.special_tokens_mask[end - 1]:
-        end -= 1
+    end = unended(found)
     return np.array(found.ids[:end] if end else found.ids, np.int32)
+
+
+def unended(found: Encoding) -> int:
+    """How many tokens stand before the special ones that end a text."""
+    special = found.special_tokens_mask
+    return next((i for i in range(len(special), 0, -1) if not special[i - 1]), 0)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:

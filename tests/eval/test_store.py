@@ -62,7 +62,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / store.RECORDS
     lines = path.read_text().split("\n")
     path.write_text("\n".join([lines[0], lines[1][5:], ""]))
-    with pytest.raises(KvjaxError, match="line 2 is damaged.*delete that line"):
+    with pytest.raises(KvjaxError, match="line 2 of .* is no JSON.*delete that line"):
         write(tmp_path, record(2))
 
 

@@ -21,28 +21,12 @@ from experiments.papers import (
     specache_appendix,
     specache_figure4,
 )
-from kvjax import Config, KvjaxError, checkpoint
-from kvjax.eval import vocab
+from kvjax import KvjaxError
 from kvjax.testing import toy_model
+from tests.experiments.output import printed
 
 LLAMA2, LLAMA3 = (kcache_table1.CONFIGS[name] for name in ("llama-2-7b", "llama-3-8b"))
 A100 = kcache_equations.Machine(312e12, 2039e9, 32e9, 32e9)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A random model of the shipped model's vocabulary."""
-    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
-    folder = tmp_path_factory.mktemp("tiny")
-    file = vocab.write_tokenizer(folder)
-    checkpoint.save(folder / "model", config, kvjax.random_model(config, 3).params, extra_files=[file])
-    return folder / "model"
-
-
-def printed(capsys) -> tuple[str, dict]:
-    """What people read, and the JSON document on the last line."""
-    *people, document = capsys.readouterr().out.strip().splitlines()
-    return "\n".join(people), json.loads(document)
 
 
 def brief(script, document: dict) -> tuple[str, ...]:

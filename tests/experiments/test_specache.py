@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,11 @@ from experiments.papers import (
     specache_table4,
     specache_table5,
 )
-from kvjax import Config, KvjaxError, checkpoint
-from kvjax.eval import harness, tasks, vocab
+from kvjax import KvjaxError
+from kvjax.eval import harness, tasks
 from kvjax.eval.symbols import knows_symbols
 from kvjax.testing import toy_model
+from tests.experiments.output import printed
 
 SCRIPTS = {
     "specache_figure2": specache_figure2,
@@ -39,24 +39,8 @@ LOW = "bits=1,group=8,residual=32"
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A random model of the shipped model's vocabulary."""
-    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
-    folder = tmp_path_factory.mktemp("tiny")
-    file = vocab.write_tokenizer(folder)
-    checkpoint.save(folder / "model", config, kvjax.random_model(config, 3).params, extra_files=[file])
-    return folder / "model"
-
-
-@pytest.fixture(scope="module")
 def tiny(directory) -> kvjax.Model:
     return kvjax.load(directory)
-
-
-def printed(capsys) -> tuple[str, dict]:
-    """What people read, and the JSON document on the last line."""
-    *people, document = capsys.readouterr().out.strip().splitlines()
-    return "\n".join(people), json.loads(document)
 
 
 def test_every_size_of_the_paper_to_two_decimals():
