@@ -23,6 +23,7 @@ from typing import Any
 
 from experiments.bench.common import progress
 from kvjax import KvjaxError
+from kvjax.eval.command import words
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
 RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "README.md"
@@ -79,7 +80,7 @@ def chosen(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list[Entry]:
     """All entries, or those named, in their own order."""
     if only is None:
         return list(entries)
-    names = [w.strip() for w in only.split(",") if w.strip()]
+    names = words(only)
     unknown = [n for n in names if n not in {e.name for e in entries}]
     if unknown or not names:
         raise KvjaxError(f"--only names no script {unknown or only!r}; use {', '.join(e.name for e in entries)}")
