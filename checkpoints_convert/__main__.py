@@ -15,7 +15,7 @@ from checkpoints_convert import convert as converting
 from checkpoints_convert.check import check
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
 
 EXAMPLES = f"""\
 families: {", ".join(FAMILIES)}

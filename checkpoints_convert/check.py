@@ -13,11 +13,10 @@ from flax.traverse_util import flatten_dict
 from checkpoints_convert.convert import Progress, size
 from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source
-from kvjax import checkpoint
-from kvjax.api import logits
-from kvjax.model import Model
-from kvjax.models import Config
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config, checkpoint
+from kvjax.models.model import Model
+from kvjax.run.api import logits
 
 TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit, in float32."""

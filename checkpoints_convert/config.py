@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoints_convert.families import Family, family
+from kvjax.core.types import KvjaxError
 from kvjax.models import Config, RopeScaling
-from kvjax.types import KvjaxError
 
 Raw = Mapping[str, Any]
 

@@ -11,9 +11,8 @@ from flax.traverse_util import unflatten_dict
 
 from checkpoints_convert.plan import TIED, Binding, Plan, plan
 from checkpoints_convert.source import Source
-from kvjax import checkpoint
-from kvjax.models import Config
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config, checkpoint
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 """Short names of the types that weights can be written in."""

@@ -11,9 +11,8 @@ import numpy as np
 from checkpoints_convert.convert import size
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import FLOATS, Source
-from kvjax import checkpoint
-from kvjax.models import Config
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config, checkpoint
 
 Lines = dict[str, str]
 

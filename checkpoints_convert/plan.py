@@ -13,9 +13,9 @@ from einops import rearrange
 from checkpoints_convert.config import translate
 from checkpoints_convert.families import IGNORED, Rule, Target, family
 from checkpoints_convert.source import FLOATS, Source
-from kvjax.checkpoint import parameter_shapes, part_names
+from kvjax.core.types import KvjaxError
 from kvjax.models import Config
-from kvjax.types import KvjaxError
+from kvjax.models.checkpoint import parameter_shapes, part_names
 
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 """With tied embeddings the first may be absent, or repeat the second."""

@@ -1,11 +1,12 @@
 """kvjax: the JAX/Flax home of KV-cache methods."""
 
-from kvjax.api import extend, logits, prefill, score
-from kvjax.generate import Result, generate, stream
-from kvjax.kv import Method, State, compose, kept_positions, parse, parse_many, planned_bytes, state_bytes, zoo
-from kvjax.model import Model, load, random_model
+from kvjax.cache import Method, State, compose, kept_positions, parse, parse_many, planned_bytes, state_bytes
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods import zoo
 from kvjax.models import Config
-from kvjax.types import IncompatibleMethod, KvjaxError
+from kvjax.models.model import Model, load, random_model
+from kvjax.run.api import extend, logits, prefill, score
+from kvjax.run.generate import Result, generate, stream
 
 __all__ = [
     "Config",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,13 +101,13 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from kvjax.eval import command
+    from kvjax.eval.run import command
 
     command.run(args)
 
 
 def _report(args: argparse.Namespace) -> None:
-    from kvjax.eval import command
+    from kvjax.eval.run import command
 
     command.render(args.dir)
 
@@ -142,7 +142,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> None:
-    from kvjax.kv.zoo import RECIPES
+    from kvjax.methods.zoo import RECIPES
 
     described = [
         {

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvjax.eval import corpus, harness, tasks
-from kvjax.generate import generate
-from kvjax.kv.accounting import state_bytes
-from kvjax.kv.strings import parse
-from kvjax.model import Model, load
+from kvjax.cache.accounting import state_bytes
+from kvjax.eval.run import harness
+from kvjax.methods.strings import parse
+from kvjax.models.model import Model, load
+from kvjax.run.generate import generate
+from kvjax.testbed import corpus, tasks
 
 METHODS = (
     "full",

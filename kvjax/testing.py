@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from kvjax.model import Model, random_model
 from kvjax.models.config import Config
+from kvjax.models.model import Model, random_model
 
 
 def toy_model(seed: int = 0, **changes) -> Model:

@@ -7,7 +7,7 @@ import itertools
 import jax
 import pytest
 
-from kvjax import program
+from kvjax.core import program
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")

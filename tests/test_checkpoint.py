@@ -11,10 +11,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import checkpoint
-from kvjax.model import random_model
-from kvjax.models import Config, RopeScaling
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config, RopeScaling, checkpoint
+from kvjax.models.model import random_model
 
 CONFIG = Config(
     vocab_size=16,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.testing import toy_model
-from kvjax.types import IncompatibleMethod, KvjaxError
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]  # each alone: two sets of shapes
 SELECT = [
@@ -108,9 +108,9 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     """The largest array of the compiled prefill stays below T x T for one head."""
     model, T = toy_model(layers=1), 4096
     parsed = kvjax.parse("accumulated:budget=64")
-    setting = kvjax.api.setting(model, parsed, T, [T])
-    args = {"params": model.params, **kvjax.api.inputs(model, np.zeros((1, T), np.int32), np.array([T], np.int32))}
-    stats = kvjax.api.PREFILL.compile(**args, setting=setting)[0].memory_analysis()
+    setting = kvjax.run.api.setting(model, parsed, T, [T])
+    args = {"params": model.params, **kvjax.run.api.inputs(model, np.zeros((1, T), np.int32), np.array([T], np.int32))}
+    stats = kvjax.run.api.PREFILL.compile(**args, setting=setting)[0].memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import forward
+from kvjax.core.types import KvjaxError
+from kvjax.run import forward
 from kvjax.testing import toy_model
-from kvjax.types import KvjaxError
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
 METHODS = [
@@ -137,18 +137,18 @@ def test_one_trace_serves_prompts_of_one_size():
     chex.clear_trace_counter()
     traced = chex.assert_max_traces(lambda p, t, s: forward.uncached(p, t, s), n=1)
     f = jax.jit(traced, static_argnums=2)
-    setting = kvjax.api.setting(model)
+    setting = kvjax.run.api.setting(model)
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), setting)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.zoo.full(), capacity=64)
-    before = len(kvjax.api.PREFILL._done)
+    before = len(kvjax.run.api.PREFILL._done)
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
-    assert len(kvjax.api.PREFILL._done) == before
+    assert len(kvjax.run.api.PREFILL._done) == before
 
 
 def test_sampling_numbers_do_not_recompile(model):
-    from kvjax.generate import UNTIL
+    from kvjax.run.generate import UNTIL
 
     args = {"max_new_tokens": 4, "eos_ids": ()}
     kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.5, top_k=4, **args)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import api, memory
-from kvjax.sampling import row_keys, sampler
+from kvjax.core import memory
+from kvjax.core.types import KvjaxError
+from kvjax.run import api
+from kvjax.run.sampling import row_keys, sampler
 from kvjax.testing import full_copies, toy_model
-from kvjax.types import KvjaxError
 
-loop = importlib.import_module("kvjax.generate")
+loop = importlib.import_module("kvjax.run.generate")
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
 EXACT = "specache:bits=1,group=8,residual=8,topk=99"
 SMALL = "specache:bits=1,group=8,residual=8,topk=3"

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.eval import corpus, harness, tasks
+from kvjax.eval.run import harness
+from kvjax.testbed import corpus, tasks
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import NEG
-from kvjax.sampling import filtered, row_keys, sample, sampler
-from kvjax.types import KvjaxError
+from kvjax.core.attention import NEG
+from kvjax.core.types import KvjaxError
+from kvjax.run.sampling import filtered, row_keys, sample, sampler
 
 P = np.array([[0.5, 0.05, 0.25, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]])
 LOGITS = jnp.asarray(np.log(P), jnp.float32)

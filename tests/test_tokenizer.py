@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models.tokenizer import Tokenizer
 
 
 def byte_level(bos: bool = False) -> tokenizers.Tokenizer:

@@ -13,7 +13,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.eval.machine import machine
+from kvjax.eval.run.machine import machine
 
 PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
 

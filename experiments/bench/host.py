@@ -26,8 +26,9 @@ import kvjax
 from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
 from experiments.bench.ours import Ours
 from experiments.bench.shapes import describe
-from kvjax import api, memory
-from kvjax.kv import State
+from kvjax.cache import State
+from kvjax.core import memory
+from kvjax.run import api
 from kvjax.testing import full_copies
 
 CONFIG = kvjax.Config(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.generate import BEGIN, LOOK_AHEAD, UNTIL
-from kvjax.sampling import row_keys, sampler
+from kvjax.run.generate import BEGIN, LOOK_AHEAD, UNTIL
+from kvjax.run.sampling import row_keys, sampler
 
 
 class Ours:
@@ -40,7 +40,7 @@ class Ours:
             sampler=self.sampler,
             length=room + 1,
         )
-        self.setting = kvjax.api.setting(self.model, self.method, state.capacity)
+        self.setting = kvjax.run.api.setting(self.model, self.method, state.capacity)
         if self.method.lookahead:
             args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler}
             self.carry = LOOK_AHEAD(**args, setting=self.setting)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
 from experiments.bench.probes import read_probes
-from kvjax.attention import attend_dense, merge
-from kvjax.kernels import packed
-from kvjax.types import Block
+from kvjax.core.attention import attend_dense, merge
+from kvjax.core.kernels import packed
+from kvjax.core.types import Block
 
 K, G, H, GROUP = 8, 4, 128, 64  # key/value heads, query heads of each, channels, numbers that share a scale
 SIZES = {  # with and without a GPU

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax.eval.machine import cores, version
+from kvjax.eval.run.machine import cores, version
 
 NEEDS = ("torch", "transformers")
 

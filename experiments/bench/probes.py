@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.common import timed
-from kvjax.eval.machine import version
+from kvjax.eval.run.machine import version
 
 
 def read_probes(megabytes: int = 512) -> tuple[int, dict[str, Callable[[], float]]]:

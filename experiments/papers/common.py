@@ -15,13 +15,15 @@ import numpy as np
 import kvjax
 from experiments.bench.common import progress
 from experiments.bench.ours import Ours
-from kvjax import KvjaxError, Method, Model, State, api, memory
+from kvjax import KvjaxError, Method, Model, State
 from kvjax.cli import use_compilation_cache
-from kvjax.eval import corpus, tasks
-from kvjax.eval.command import words
-from kvjax.eval.symbols import knows_symbols
-from kvjax.tokenizer import FILE
-from kvjax.types import Array
+from kvjax.core import memory
+from kvjax.core.types import Array
+from kvjax.eval.run.command import words
+from kvjax.eval.tasks.symbols import knows_symbols
+from kvjax.models.tokenizer import FILE
+from kvjax.run import api
+from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.zoo.full()
 SEED = 2**32 + 1  # training seeds are below 2**32

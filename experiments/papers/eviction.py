@@ -20,12 +20,13 @@ import numpy as np
 import kvjax
 from experiments.bench.common import progress
 from experiments.papers import common
-from kvjax import KvjaxError, Method, Model, State, api, forward
-from kvjax.eval import corpus, tasks
-from kvjax.eval.symbols import knows_symbols
-from kvjax.eval.vocab import ASK, PAIR, SYMBOLS
-from kvjax.forward import Setting
-from kvjax.prompts import pad, round_up
+from kvjax import KvjaxError, Method, Model, State
+from kvjax.eval.tasks.symbols import knows_symbols
+from kvjax.run import api, forward
+from kvjax.run.forward import Setting
+from kvjax.run.prompts import pad, round_up
+from kvjax.testbed import corpus, tasks
+from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 
 WHEN = ("first", "later", "unseen")
 

@@ -22,7 +22,8 @@ from experiments.bench.common import interleaved, machine, progress, report, tab
 from experiments.bench.probes import product_probes, read_probes
 from experiments.papers import common
 from experiments.papers.kcache_table1 import CONFIGS, configuration
-from kvjax import Config, KvjaxError, memory
+from kvjax import Config, KvjaxError
+from kvjax.core import memory
 
 GIGA, TERA = 1e9, 1e12
 BYTES = 2  # of a number, as in the paper

@@ -23,9 +23,11 @@ from experiments.bench.common import machine, report, table
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
-from kvjax import Config, KvjaxError, checkpoint, memory
-from kvjax.attention import mix, scores
-from kvjax.types import Array
+from kvjax import Config, KvjaxError
+from kvjax.core import memory
+from kvjax.core.attention import mix, scores
+from kvjax.core.types import Array
+from kvjax.models import checkpoint
 
 CONFIGS = {name.lower(): figures.config for name, figures in MODELS.items()} | SHAPES
 DTYPES = ("float32", "bfloat16", "float16")

@@ -17,7 +17,7 @@ from experiments.bench.common import machine, report, table
 from experiments.papers import common
 from experiments.papers.kcache_table2 import commands, method
 from kvjax import KvjaxError
-from kvjax.eval import tasks
+from kvjax.testbed import tasks
 
 # BBH with chain of thought, 3-shot: the full cache, and KCache with N = 128 and L = 1.
 PAPER = {

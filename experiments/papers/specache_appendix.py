@@ -17,10 +17,10 @@ import kvjax
 from experiments.bench.common import machine, report, table
 from experiments.papers import common
 from experiments.papers.specache_figure4 import add_run, evaluated, named
-from kvjax.eval import suite
-from kvjax.eval.case import Spec
-from kvjax.eval.longbench import SOURCE
-from kvjax.eval.symbols import knows_symbols
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.longbench import SOURCE
+from kvjax.eval.tasks.symbols import knows_symbols
 
 TASKS = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),

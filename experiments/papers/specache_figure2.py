@@ -25,12 +25,14 @@ from jax import lax
 import kvjax
 from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
 from experiments.papers import common
-from kvjax import KvjaxError, Model, api, forward, memory
-from kvjax.attention import NEG, causal, scores, visible, weights
-from kvjax.eval.symbols import knows_symbols
-from kvjax.forward import Setting
+from kvjax import KvjaxError, Model
+from kvjax.core import memory
+from kvjax.core.attention import NEG, causal, scores, visible, weights
+from kvjax.core.types import Array
+from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.models import Decoder
-from kvjax.types import Array
+from kvjax.run import api, forward
+from kvjax.run.forward import Setting
 
 PERCENT = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
 

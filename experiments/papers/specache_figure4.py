@@ -21,10 +21,12 @@ import kvjax
 from experiments.bench.common import machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.eval import command, panels, store, suite
-from kvjax.eval.case import Spec
-from kvjax.eval.evaluate import evaluate
-from kvjax.eval.summary import mean_error
+from kvjax.eval.page import panels
+from kvjax.eval.page.summary import mean_error
+from kvjax.eval.run import command, store
+from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec
 
 TASK = "niah"
 METHODS = "full; kivi:bits=1,group={group}; specache:bits=1,group={group}"

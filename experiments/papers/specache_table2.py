@@ -22,9 +22,9 @@ from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
-from kvjax.kv.online import Kept
-from kvjax.kv.streaming import StreamingLLM
-from kvjax.types import Block
+from kvjax.cache.decode.online import Kept
+from kvjax.core.types import Block
+from kvjax.methods.streaming_llm import StreamingLLM
 
 # Size, and the average of 10 LongBench tasks for Mistral-7B-Instruct-v0.2 and LLaMA-3-8B-Instruct (Table 2).
 COLUMNS = ("size", "Mistral", "LLaMA-3")

@@ -22,7 +22,8 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from experiments.papers.eviction_tables import figure, save
-from kvjax import KvjaxError, Method, Model, api
+from kvjax import KvjaxError, Method, Model
+from kvjax.run import api
 
 POINTS = 100  # of the curve, and of the slope
 PARTS = 10  # of the table

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax.types import Array
+from kvjax.core.types import Array
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3,))

@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.eval import tasks
-from kvjax.eval.corpus import Corpus
-from kvjax.eval.vocab import SYMBOLS
+from kvjax.testbed import tasks
+from kvjax.testbed.corpus import Corpus
+from kvjax.testbed.vocab import SYMBOLS
 
 KINDS = ("text", "repeats", *tasks.TASKS)
 

@@ -15,9 +15,10 @@ from rich.table import Table
 
 import kvjax
 from experiments.testbed import ngram
-from kvjax import api
-from kvjax.eval import corpus, harness, tasks
-from kvjax.model import Model
+from kvjax.eval.run import harness
+from kvjax.models.model import Model
+from kvjax.run import api
+from kvjax.testbed import corpus, tasks
 
 LENGTHS = (512, 1024, 2048, 4096)
 SEED = 2**32  # training seeds are below

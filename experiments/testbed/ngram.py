@@ -11,8 +11,8 @@ import json
 
 import numpy as np
 
-from kvjax.eval import corpus
-from kvjax.eval.vocab import END
+from kvjax.testbed import corpus
+from kvjax.testbed.vocab import END
 
 BITS = 9  # a token fits in 9 bits, so a gram of up to 7 tokens fits in one int64
 

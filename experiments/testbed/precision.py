@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.types import Array
 from kvjax.models.layers import Linear
-from kvjax.types import Array
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:

@@ -20,9 +20,8 @@ import kvjax
 from experiments.testbed import batches, plot
 from experiments.testbed.curriculum import Curriculum
 from experiments.testbed.trainer import Recipe, Run, open_manager
-from kvjax import checkpoint
-from kvjax.eval import corpus, vocab
-from kvjax.models import Config
+from kvjax.models import Config, checkpoint
+from kvjax.testbed import corpus, vocab
 
 MODEL = Config(
     vocab_size=vocab.SIZE, width=160, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_width=448,

@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 
 from experiments.testbed import attention, batches, precision
 from experiments.testbed.curriculum import Curriculum, Progress
-from kvjax.eval.corpus import Corpus
+from kvjax.core.types import KvjaxError
 from kvjax.models import Config, Decoder
 from kvjax.models.decoder import init
-from kvjax.types import KvjaxError
+from kvjax.testbed.corpus import Corpus
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Measuring methods: one context, many questions, on the same state."""
 
-from kvjax.eval.case import Ask, Case, Spec
-from kvjax.eval.compare import compare
+from kvjax.eval.run.compare import compare
+from kvjax.eval.tasks.case import Ask, Case, Spec
 
 __all__ = ["Ask", "Case", "Spec", "compare"]

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-from kvjax import api
-from kvjax.eval.local import encode
-from kvjax.generate import stream
-from kvjax.kv.strings import parse
-from kvjax.model import Model, load
-from kvjax.prompts import pad, round_up
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks.local import encode
+from kvjax.methods.strings import parse
+from kvjax.models.model import Model, load
+from kvjax.run import api
+from kvjax.run.generate import stream
+from kvjax.run.prompts import pad, round_up
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)

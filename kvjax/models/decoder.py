@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.types import Array
 from kvjax.models.config import Config
 from kvjax.models.layers import Linear, RMSNorm, rope_angles, rotate
-from kvjax.types import Array
 
 Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]

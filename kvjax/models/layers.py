@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.types import Array
 from kvjax.models.config import Config
-from kvjax.types import Array
 
 
 class RMSNorm(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 
 from checkpoints_convert.config import translate
 from checkpoints_convert.families import FAMILIES
+from kvjax.core.types import KvjaxError
 from kvjax.models import RopeScaling
-from kvjax.types import KvjaxError
 
 LLAMA3 = {
     "factor": 8.0,

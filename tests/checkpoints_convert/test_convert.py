@@ -22,8 +22,8 @@ from checkpoints_convert.check import check, has_transformers
 from checkpoints_convert.convert import convert, parts, read
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Source
-from kvjax import checkpoint
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import checkpoint
 from tests.fixtures import FAMILIES, ROOT, load_family
 
 Q = "model__layers__0__self_attn__q_proj__weight"
@@ -127,7 +127,7 @@ def test_existing_directories(hf, tmp_path):
 
 KILLED = """
 import os, sys
-from kvjax import checkpoint
+from kvjax.models import checkpoint
 put = checkpoint.Writer.put
 checkpoint.Writer.put = lambda self, name, x: os._exit(9) if name == "layer_1" else put(self, name, x)
 from checkpoints_convert.__main__ import main

@@ -10,7 +10,7 @@ from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import IGNORED
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Source
-from kvjax.checkpoint import parameter_shapes
+from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, ROOT, load_family
 
 

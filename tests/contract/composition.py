@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from kvjax.kv import compose, parse, zoo
-from kvjax.types import IncompatibleMethod
+from kvjax.cache import compose, parse
+from kvjax.core.types import IncompatibleMethod
+from kvjax.methods import zoo
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 

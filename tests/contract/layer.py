@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block
 from kvjax.models import Config
-from kvjax.observe import Obs
-from kvjax.types import Block
 
 B, K, G, H = 3, 2, 2, 32
 LENGTHS = np.array([9, 1, 6], np.int32)  # ragged prompts, one of a single token

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.kv import Method, compose, zoo
-from kvjax.types import IncompatibleMethod
+from kvjax.cache import Method, compose
+from kvjax.core.types import IncompatibleMethod
+from kvjax.methods import zoo
 from tests.contract.layer import LENGTHS, G
 
 LONGEST = int(LENGTHS.max())

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.kv import state_bytes
+from kvjax.cache import state_bytes
+from kvjax.core.types import IncompatibleMethod
 from kvjax.testing import dense_attention
-from kvjax.types import IncompatibleMethod
 from tests.contract import composition, layer
 from tests.contract.table import CASES, PAIRS
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.kv import parse
-from kvjax.kv.budgets import Uniform
-from kvjax.kv.codecs import Host
-from kvjax.kv.kivi import Kivi
-from kvjax.kv.readers import TopV
-from kvjax.kv.specache import Speculative
+from kvjax.cache import parse
+from kvjax.cache.hold.codecs import Host
+from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.read.readers import TopV
+from kvjax.cache.select.budgets import Uniform
+from kvjax.methods.specache import Speculative
 from tests.contract import layer
 from tests.contract.composition import products
 from tests.contract.test_contract import dense

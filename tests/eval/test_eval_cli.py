@@ -15,9 +15,12 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import checkpoint, cli
-from kvjax.eval import command, harness, store, suite, vocab
-from kvjax.eval.case import Ask, Case
+from kvjax import cli
+from kvjax.eval.run import command, harness, store
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Ask, Case
+from kvjax.models import checkpoint
+from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +76,7 @@ def child(argv, wait):
 
 def tables(out):
     """Only the CSV file of the summary, which is what a killed run must not change."""
-    from kvjax.eval import summary
+    from kvjax.eval.page import summary
 
     summary.write_csv(summary.rows(store.read(out)), out / command.CSV)
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.eval import harness, vocab
-from kvjax.eval.case import Ask, Case
-from kvjax.eval.evaluate import batches, check_cases, evaluate, fingerprint
+from kvjax.core.types import KvjaxError
+from kvjax.eval.run import harness
+from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
+from kvjax.eval.tasks.case import Ask, Case
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
 from kvjax.testing import toy_model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
 
 ROOM = 64  # tokens per row, as the harness takes here, so that programs are shared
 METHODS = ("full", "snapkv:budget=16,window=4", "specache:group=8,residual=8,topk=8")

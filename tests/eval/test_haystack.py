@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.eval import haystack, symbols, vocab
-from kvjax.eval.case import Case, Spec
-from kvjax.eval.haystack import FOUND, NEEDLE, QUESTION, Essay, inserted
-from kvjax.eval.synthetic import SYNTHETIC
-from kvjax.eval.vocab import PAIR
-from kvjax.model import Model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import haystack, symbols
+from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.haystack import FOUND, NEEDLE, QUESTION, Essay, inserted
+from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from kvjax.testbed.vocab import PAIR
 from tests.eval.test_ruler import BYTES, PIECES, text
 
 OURS = Model(None, None, Tokenizer(vocab.tokenizer()))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.eval import vocab
-from kvjax.kv.strings import parse
+from kvjax.core.types import KvjaxError
+from kvjax.methods.strings import parse
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
 from kvjax.testing import toy_model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
 
 with warnings.catch_warnings():  # foreign packages
     warnings.simplefilter("ignore")

@@ -8,16 +8,16 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, processors
 
-from kvjax.eval import vocab
-from kvjax.eval.case import Spec
-from kvjax.eval.local import encode
-from kvjax.eval.longbench import TASKS
-from kvjax.eval.metrics import METRICS
-from kvjax.eval.public import PUBLIC
-from kvjax.model import Model
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.local import encode
+from kvjax.eval.tasks.longbench import TASKS
+from kvjax.eval.tasks.metrics import METRICS
+from kvjax.eval.tasks.public import PUBLIC
 from kvjax.models.config import Config
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
 
 CONFIG = Config(vocab_size=512, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, mlp_width=8)
 MODEL = Model(CONFIG, {}, Tokenizer(vocab.tokenizer()))  # a loader reads nothing but the tokenizer

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rouge_score import rouge_scorer
 
-from kvjax.eval.case import Ask
-from kvjax.eval.metrics import METRICS, library
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks.case import Ask
+from kvjax.eval.tasks.metrics import METRICS, library
 
 
 def score(metric, text, *references, options=()):

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.eval import orders, summary
-from kvjax.eval.orders import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
+from kvjax.eval.page import orders, summary
+from kvjax.eval.page.orders import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
 from tests.eval import fake_run
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvjax.eval import panels, plots, summary
+from kvjax.eval.page import panels, plots, summary
 from tests.eval import fake_run
 
 

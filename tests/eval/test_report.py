@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvjax.eval import report
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.page import report
 from tests.eval import fake_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

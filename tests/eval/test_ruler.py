@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.eval import ruler, symbols
-from kvjax.eval.case import Ask, Case, Spec
-from kvjax.eval.synthetic import SYNTHETIC
-from kvjax.model import Model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import ruler, symbols
+from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
 
 NEEDLE = re.compile(r"One of the special magic (?:numbers|uuids) for (\S+) is: (\S+)\.")
 

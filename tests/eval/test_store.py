@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvjax.eval import store
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.run import store
 
 RUN = {
     "model": "m",

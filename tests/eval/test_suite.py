@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.eval import suite
-from kvjax.eval.case import Ask, Case, Spec
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Ask, Case, Spec
 
 ASK = Ask(np.array([1]), "exact", ("a",), 1)
 

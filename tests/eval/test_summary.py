@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvjax.eval import summary
+from kvjax.eval.page import summary
 from tests.eval import fake_run
 
 

@@ -8,14 +8,15 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.eval import symbols, vocab
-from kvjax.eval.case import Case, Spec
-from kvjax.eval.symbols import FAMILIES
-from kvjax.eval.synthetic import SYNTHETIC
-from kvjax.eval.vocab import ASK, LET, PAIR, SYMBOLS
-from kvjax.model import Model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.symbols import FAMILIES
+from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from kvjax.testbed.vocab import ASK, LET, PAIR, SYMBOLS
 
 MODEL = Model(None, None, Tokenizer(vocab.tokenizer()))
 SPEC = Spec(lengths=(700, 1000), contexts=3, questions=3)
@@ -95,7 +96,7 @@ def test_the_number_of_questions():
 
 
 def test_names_of_ruler_mean_the_same_in_both_forms():
-    from kvjax.eval import ruler
+    from kvjax.eval.tasks import ruler
 
     assert {n for n in FAMILIES if not n.startswith("symbols.")} == set(ruler.TASKS)
     assert {"niah", "ppl", "completion", "completion.exact", *FAMILIES} == set(SYNTHETIC)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.eval import corpus, symbols, vocab
-from kvjax.eval.case import Case, Spec
-from kvjax.eval.synthetic import SYNTHETIC
-from kvjax.eval.texts import COMPLETE, NEXT, context_ids, largest, prompt_ids
-from kvjax.model import Model
-from kvjax.tokenizer import Tokenizer
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.eval.tasks.texts import COMPLETE, NEXT, context_ids, largest, prompt_ids
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import corpus, vocab
 from tests.eval.test_ruler import BYTES, PIECES, text
 
 OURS = Model(None, None, Tokenizer(vocab.tokenizer()))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax import Config, checkpoint
-from kvjax.eval import vocab
+from kvjax import Config
+from kvjax.models import checkpoint
+from kvjax.testbed import vocab
 
 
 @pytest.fixture(scope="module")

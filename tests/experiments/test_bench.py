@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from experiments.bench import common, decode, host, ours, peer, prefill, probes, shapes
-from kvjax import checkpoint
+from kvjax.models import checkpoint
 from kvjax.testing import toy_model
 
 METHOD = kvjax.zoo.full()

@@ -24,11 +24,12 @@ from experiments.papers import (
     specache_table2,
     streaming,
 )
-from kvjax import KvjaxError, api
-from kvjax.eval import tasks, vocab
-from kvjax.eval.vocab import ASK, PAIR
+from kvjax import KvjaxError
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.run import api
+from kvjax.testbed import tasks, vocab
+from kvjax.testbed.vocab import ASK, PAIR
 from kvjax.testing import toy_model
-from kvjax.tokenizer import Tokenizer
 
 # Rows and tokens are such that text and questions share their compiled programs.
 QUICK = "--length 96 --contexts 2 --batch 4 --windows 4 --tokens 8 --tasks variables"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.eval import vocab
+from kvjax.testbed import vocab
 from tests.fixtures import ROOT
 
 REPOSITORY = Path(__file__).parents[2]

@@ -22,8 +22,9 @@ from experiments.papers import (
     specache_table5,
 )
 from kvjax import KvjaxError
-from kvjax.eval import harness, tasks
-from kvjax.eval.symbols import knows_symbols
+from kvjax.eval.run import harness
+from kvjax.eval.tasks.symbols import knows_symbols
+from kvjax.testbed import tasks
 from kvjax.testing import toy_model
 from tests.experiments.output import printed
 

@@ -10,10 +10,9 @@ import pytest
 
 from experiments.testbed import attention, batches, ngram, plot, precision, train, trainer
 from experiments.testbed.curriculum import Curriculum, Progress
-from kvjax import checkpoint
-from kvjax.eval import corpus, tasks, vocab
-from kvjax.models import Config
-from kvjax.types import KvjaxError
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config, checkpoint
+from kvjax.testbed import corpus, tasks, vocab
 
 LENGTH = 300
 

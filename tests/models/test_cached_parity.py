@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import api, forward
+from kvjax.run import api, forward
 from tests.fixtures import FAMILIES, load_family
 
 METHODS = ("full", "offload", "kcache:n=999,device_layers=0", "kcache:n=999,granularity=kv")

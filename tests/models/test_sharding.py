@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.models.sharding import param_shardings
+from kvjax.core.mesh import param_shardings
+from kvjax.core.types import KvjaxError
 from kvjax.testing import toy_model
-from kvjax.types import KvjaxError
 
 SIZES = {"kv_heads": 4, "heads": 8, "vocab_size": 96}
 PROMPTS = [[1, 2, 3, 4, 5], [7]]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kv.crush import KVCrush, Units, hamming, pack
-from kvjax.kv.kmeans import KMeans
-from kvjax.kv.scorers import Accumulated, Window, draw
-from kvjax.kv.selection import Chunk, Page, Token
-from kvjax.types import KvjaxError
+from kvjax.cache.select.scorers import Accumulated, Window, draw
+from kvjax.cache.select.units import Chunk, Page, Token
+from kvjax.core.types import KvjaxError
+from kvjax.methods.kmeans import KMeans
+from kvjax.methods.kvcrush import KVCrush, Units, hamming, pack
 from tests.oracles import crush as oracle
 from tests.oracles import eviction as eviction_oracle
 from tests.oracles.test_eviction import LENGTHS, W, alone, batch, both, run, tokens

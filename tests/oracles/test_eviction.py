@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kv.evict import evict
-from kvjax.kv.scorers import Accumulated, KeyNorm, Random, Window
-from kvjax.kv.selection import Chunk, Page, Token
-from kvjax.observe import Obs
-from kvjax.types import Block
+from kvjax.cache.select.evict import evict
+from kvjax.cache.select.scorers import Accumulated, KeyNorm, Random, Window
+from kvjax.cache.select.units import Chunk, Page, Token
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block
 from tests.oracles import eviction as oracle
 
 LENGTHS, S, W = (40, 3, 27, 12), 40, 6

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.kv import state_bytes
-from kvjax.kv.infllm import InfLLM
+from kvjax.cache import state_bytes
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.infllm import InfLLM
 from kvjax.models.config import Config
-from kvjax.observe import Obs
 from kvjax.testing import dense_attention, full_copies
-from kvjax.types import Block, KvjaxError
 from tests.oracles import infllm as oracle
 from tests.oracles.online import rope
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.kv import state_bytes, zoo
-from kvjax.kv.kivi import Kivi
-from kvjax.types import Block, KvjaxError
+from kvjax.cache import state_bytes
+from kvjax.cache.hold.groups import Kivi
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods import zoo
 from tests.contract import layer
 from tests.oracles import kivi
 

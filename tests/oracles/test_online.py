@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.kv import state_bytes
-from kvjax.kv.heavy import H2O
-from kvjax.kv.scissorhands import Scissorhands
-from kvjax.kv.streaming import StreamingLLM
+from kvjax.cache import state_bytes
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.h2o import H2O
+from kvjax.methods.scissorhands import Scissorhands
+from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.models.config import Config
 from kvjax.models.layers import rope_angles, rotate
-from kvjax.observe import Obs
 from kvjax.testing import dense_attention, full_copies
-from kvjax.types import Block, KvjaxError
 from tests.oracles import online as oracle
 
 B, K, G, H = 3, 2, 2, 8

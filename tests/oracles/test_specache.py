@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.kv import zoo
-from kvjax.types import Block, KvjaxError
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods import zoo
 from tests.contract import layer
 from tests.oracles import specache
 from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, oracle, prefill

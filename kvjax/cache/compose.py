@@ -1,0 +1,53 @@
+"""Two methods as one: the slots that either fills."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.cache.hold.codecs import Codec, Host, Plain
+from kvjax.cache.method import Method
+from kvjax.core.types import IncompatibleMethod
+
+
+def compose(a: Method, b: Method) -> Method:
+    """A method that fills the slots of both; raises IncompatibleMethod when both fill the same slot differently.
+
+    A codec and a placement combine (`Host(Plain())` with an `x` on the device is `Host(x)`).
+    """
+    for x, y in ((a, b), (b, a)):
+        if not getattr(x, "composable", False):
+            if y == Method():
+                return x
+            raise IncompatibleMethod(
+                f"{x.name or x} decides itself, at every step, what is kept and read, so {y.name or y} finds no slot "
+                "to fill; leave one of them out"
+            )
+    default = Method()
+    merged: dict[str, Any] = {}
+    for field in dataclasses.fields(Method):
+        if not field.compare:
+            continue
+        x, y, empty = (getattr(m, field.name) for m in (a, b, default))
+        if field.name in ("k", "v"):
+            merged[field.name] = _codec(field.name, x, y, a, b)
+        elif x == empty or y == empty or x == y:
+            merged[field.name] = y if x == empty else x
+        else:
+            raise _clash(field.name, x, y, a, b)
+    return Method(**merged, name=" + ".join(m.name for m in (a, b) if m.name))
+
+
+def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
+    inner = {c.on_device() for c in (x, y)} - {Plain()}
+    if len(inner) > 1:
+        raise _clash(slot, x, y, a, b)
+    codec = inner.pop() if inner else Plain()
+    return Host(codec) if isinstance(x, Host) or isinstance(y, Host) else codec
+
+
+def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> IncompatibleMethod:
+    return IncompatibleMethod(
+        f"{a.name or a} and {b.name or b} both fill the slot `{slot}`: {x} and {y}; "
+        f"leave one of them out, or set the slot with dataclasses.replace"
+    )

@@ -1,0 +1,47 @@
+"""Reading packed keys and values in one kernel, where there is one for the device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerState
+from kvjax.cache.hold.groups import Kivi, Packed
+from kvjax.core import memory
+from kvjax.core.attention import attend_dense, combine
+from kvjax.core.kernels import packed
+from kvjax.core.types import Array, Block, KvjaxError, Partial
+
+KERNELS = ("auto", "xla", "pallas")
+
+
+def wanted(kernel: str, k, v) -> bool:
+    """Whether the codecs k and v of a layer are to be read by the Pallas kernel; "auto": on NVIDIA GPUs."""
+    fits = isinstance(k, Kivi) and isinstance(v, Kivi) and k.bits == v.bits and k.packed == v.packed == "tokens"
+    fits = fits and (k.axis, v.axis) == ("channel", "token")
+    if kernel == "pallas" and not fits:
+        raise KvjaxError(
+            f"kernel='pallas' reads KIVI codes of equal bits on the device, not {k} and {v}; use kernel='auto'"
+        )
+    return fits and (kernel == "pallas" or (kernel == "auto" and jax.default_backend() == "gpu"))
+
+
+def read(k: Kivi, v: Kivi, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+    """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
+    settled = jnp.minimum(state.k.settled, state.v.settled)
+    interpret = jax.default_backend() != "gpu"
+    k_codes, v_codes = _codes(state.k), _codes(state.v)
+    S = k_codes.words.shape[2] * k.per
+    grow = max(S - state.pos.shape[2], 0)
+    pos = jnp.pad(state.pos, [(0, 0), (0, 0), (0, grow)], constant_values=-1)[:, :, :S]
+    body = packed.attend(q, k_codes, v_codes, pos, q_pos, settled, bits=k.bits, window=window, interpret=interpret)
+    idx = settled[:, None, None] + jnp.arange(v.places, dtype=jnp.int32)[None, None]
+    inside = idx < state.pos.shape[2]
+    at = jnp.broadcast_to(jnp.minimum(idx, state.pos.shape[2] - 1), (*q.shape[:2], v.places))
+    pos = jnp.where(inside, jnp.take_along_axis(state.pos, at[:, : state.pos.shape[1]], 2), -1)
+    newest = Block(k.rows(state.k, at), v.rows(state.v, at), pos)
+    return combine(body, attend_dense(q, newest, q_pos, window))
+
+
+def _codes(stored: Packed) -> packed.Codes:
+    return packed.Codes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))

@@ -1,0 +1,301 @@
+"""KIVI: keys and values held in 1, 2, 4 or 8 bits, the most recent tokens in full precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.hold import quantise as quant
+from kvjax.core import attention, memory
+from kvjax.core.types import Array, KvjaxError, pytree
+
+PIECE, CHUNK = 2**21, 2048  # numbers, and slots at most, dequantised at a time: none of it goes through main memory
+
+
+@pytree
+class Packed:
+    """Slots 0..settled-1 as codes; the others, the newest, as they came, slot i at place i modulo P."""
+
+    codes: memory.Buffer  # uint32 words, [B K S/per H] packed along tokens, or [B K S H/per] along channels
+    scale: memory.Buffer  # [B K S/group H] per channel, or [B K S H/group] per token
+    lo: memory.Buffer  # as scale
+    recent: Array  # [B K P H]
+    settled: Array  # i32[B]
+    slots: int = dataclasses.field(metadata={"static": True})  # of the cache; codes have room for those that may settle
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi:
+    """Group quantisation with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
+
+    bits: 1, 2, 4 or 8. axis: "channel", groups of `group` consecutive tokens per channel (the paper's keys), or
+    "token", groups of `group` channels per token (its values). residual: that many recent tokens R stay in full
+    precision; keys leave in blocks of R as soon as one is complete, values one by one, as the paper's code does. What
+    a step's end makes due leaves at the start of the next, before anything is read. one_bit: levels of one-bit codes,
+    see `quant.quantise`. packed: words run along "tokens" (read as a whole, fast) or along "channels" (read by rows,
+    as from the host). A group is quantised once, in the dtype that it came in, from real tokens of its row only.
+    """
+
+    bits: int = 2
+    group: int = 32
+    axis: str = "channel"
+    residual: int = 128
+    one_bit: str = "improved"
+    packed: str = "tokens"
+
+    stepwise = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
+
+    def __post_init__(self):
+        if self.bits not in quant.BITS:
+            near = min(quant.BITS, key=lambda b: abs(b - self.bits))
+            raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {self.bits}; the nearest is {near}")
+        if self.one_bit not in quant.ONE_BIT:
+            raise KvjaxError(f"one_bit must be 'improved' or 'original', got {self.one_bit!r}")
+        if self.group < 1:
+            raise KvjaxError(f"group must be at least 1, got {self.group}; the paper uses 32")
+        if self.residual < 1 or self.residual % self.group:
+            raise KvjaxError(
+                f"residual {self.residual} is no multiple of group {self.group}: keys leave it in whole groups; "
+                f"the nearest are {_multiples(self.residual, self.group)}"
+            )
+
+    @property
+    def per(self) -> int:
+        """Codes per 32-bit word."""
+        return 32 // self.bits
+
+    @property
+    def places(self) -> int:
+        """P: a value stays one step longer than R, until its successor has come."""
+        return self.residual if self.axis == "channel" else self.residual + 1
+
+    @property
+    def leaves(self) -> int:
+        """Tokens that leave the residual at a time."""
+        return self.residual if self.axis == "channel" else 1
+
+    def room(self, slots: int) -> int:
+        """Slots that codes have room for in a cache of `slots`: all whole residuals, in whole words and groups."""
+        whole = math.lcm(self.per, self.group)
+        return max(-(-(slots // self.residual * self.residual) // whole), 1) * whole
+
+    def on_device(self) -> Kivi:
+        return dataclasses.replace(self, packed="tokens")
+
+    def on_host(self) -> Kivi:
+        return dataclasses.replace(self, packed="channels")
+
+    def settled(self, n: Array) -> Array:
+        """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
+        if self.axis == "channel":
+            return n // self.residual * self.residual
+        return jnp.maximum(n - self.residual, 0)
+
+    def encode(self, x: Array, pos: Array) -> Packed:
+        self._check_head_dim(x.shape[3])
+        n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        settled, slots = self.settled(n), x.shape[2]
+        recent = memory.take(x, self._held(settled, n)[:, None])
+        x = _resized(x, self.room(slots), 2)
+        inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
+        codes, scale, lo = self._quantise(x)
+        known = inside if self.axis == "token" else inside[:, :, :: self.group]
+        keep = lambda a, ok: jnp.where(ok, a, jnp.zeros((), a.dtype))  # noqa: E731
+        return Packed(
+            memory.pack(quant.pack(keep(codes, inside), self.bits, self._word_axis)),
+            memory.pack(keep(scale, known)),
+            memory.pack(keep(lo, known)),
+            recent,
+            settled,
+            slots,
+        )
+
+    def write(self, stored: Packed, x: Array, at: Array) -> Packed:
+        """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B] in full precision."""
+        due = at - stored.settled >= self.places
+        if self.axis == "channel":
+            stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
+        else:
+            stored = self._flush(stored, due)
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.places))
+
+    def _flush(self, stored: Packed, due: Array) -> Packed:
+        at, count = stored.settled, self.leaves
+        leaving = stored.recent
+        if count < self.places:
+            leaving = memory.take(leaving, (at % self.places)[:, None, None])
+        codes, scale, lo = self._quantise(leaving)
+        groups = at // self.group if self.axis == "channel" else at
+        return Packed(
+            self._add_codes(stored.codes, codes, at, due),
+            memory.append(stored.scale, scale, groups, due),
+            memory.append(stored.lo, lo, groups, due),
+            stored.recent,
+            jnp.where(due, at + count, at),
+            stored.slots,
+        )
+
+    def _add_codes(self, words: memory.Buffer, codes: Array, at: Array, due: Array) -> memory.Buffer:
+        if self.packed == "channels":
+            return memory.append(words, quant.pack(codes, self.bits, 3), at, due)
+        slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
+        shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
+        slot = jnp.where(due[:, None], slot // self.per, words.data.shape[2])
+        return dataclasses.replace(words, data=memory.add(words.data, codes << shift, slot))
+
+    def decode(self, stored: Packed) -> Array:
+        """[B K S H] in the dtype that came in."""
+        codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
+        held = self._join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
+        S = stored.slots
+        held = _resized(held, S, 2)
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
+        return jnp.where((slot < stored.settled[:, None])[:, None, :, None], held, newest)
+
+    def load(self, stored: Packed) -> Packed:
+        return stored
+
+    def rows(self, stored: Packed, idx: Array) -> Array:
+        """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
+        in_words = idx if self.packed == "channels" else idx // self.per
+        codes = memory.rows(stored.codes, in_words)
+        if self.packed == "channels":
+            codes = quant.unpack(codes, self.bits, 3)
+        else:
+            codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
+        groups = idx // self.group if self.axis == "channel" else idx
+        scale, lo = memory.rows(stored.scale, groups), memory.rows(stored.lo, groups)
+        if self.axis == "token":
+            scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
+        newest = memory.take(stored.recent, idx % self.places)
+        settled = (idx < stored.settled[:, None, None])[..., None]
+        return jnp.where(settled, quant.dequantise(codes, scale, lo), newest)
+
+    def scores(self, q: Array, stored: Packed) -> Array:
+        """Straight from the codes, a piece of heads and slots at a time."""
+        B, K, G, T, H = q.shape
+        S = self.room(stored.slots)
+        rows, chunk = self._piece_size(stored)
+        q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
+
+        def piece(row, start, count):
+            q = lax.dynamic_slice_in_dim(q_rows, row, rows, 0)[None]
+            return attention.scores(q, self._piece(stored, row, rows, start, count)[None])[0]
+
+        def of_rows(row):
+            step = lambda _, i: (None, piece(row, i * chunk, chunk))  # noqa: E731
+            s = jnp.moveaxis(lax.scan(step, None, jnp.arange(S // chunk, dtype=jnp.int32))[1], 0, 3)
+            s = s.reshape(rows, G, T, -1)
+            return s if S % chunk == 0 else jnp.concatenate([s, piece(row, S // chunk * chunk, S % chunk)], -1)
+
+        held = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, S)
+        S = stored.slots
+        held = _resized(held, S, 4)
+        newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
+        newest = jnp.tile(newest, -(-S // self.places))[..., :S]
+        return jnp.where(self._is_settled(stored, S), held, newest)
+
+    def mix(self, p: Array, stored: Packed) -> Array:
+        """Straight from the codes, a piece of heads and slots at a time."""
+        B, K, G, T, _ = p.shape
+        H = stored.recent.shape[3]
+        rows, chunk = self._piece_size(stored)
+        S = self.room(stored.slots)
+        held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), S, 4).reshape(B * K, G, T, S)
+
+        def piece(row, start, count):
+            p = lax.dynamic_slice(held, (row, 0, 0, start), (rows, G, T, count))
+            return attention.mix(p[None], self._piece(stored, row, rows, start, count)[None])[0]
+
+        def of_rows(row):
+            step = lambda acc, i: (acc + piece(row, i * chunk, chunk), None)  # noqa: E731
+            zero = jnp.zeros((rows, G, T, H))
+            out = lax.scan(step, zero, jnp.arange(S // chunk, dtype=jnp.int32))[0]
+            return out if S % chunk == 0 else out + piece(row, S // chunk * chunk, S % chunk)
+
+        out = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, H)
+        slot = self._held(stored.settled)
+        newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
+        newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
+        return out + attention.mix(newest, stored.recent.astype(jnp.float32))
+
+    def _piece_size(self, stored: Packed) -> tuple[int, int]:
+        """(rows of B * K, slots) dequantised at a time: PIECE numbers at most, where that is possible."""
+        B, K, _, H = stored.recent.shape
+        whole = math.lcm(self.per, self.group)
+        chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, self.room(stored.slots))
+        fits = [n for n in range(1, B * K + 1) if B * K % n == 0 and n * chunk * H <= PIECE]
+        return max(fits, default=1), chunk
+
+    def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
+        """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; finite if unsettled."""
+        per_group = self.group if self.axis == "channel" else 1
+        of = lambda buf, n: memory.piece(buf, row, rows, start // n, count // n)  # noqa: E731
+        codes = quant.unpack(
+            of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1
+        )
+        scale, lo = (of(x, per_group).astype(jnp.float32) for x in (stored.scale, stored.lo))
+        return self._join(codes[None], scale[None], lo[None], lambda c, s, m: quant.number(c) * s + m)[0]
+
+    def _join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
+        """codes [B K S H] with the scale and lo of each group -> [B K S H]."""
+        B, K, S, H = codes.shape
+        if self.axis == "channel":
+            split, a = (B, K, S // self.group, self.group, H), 3
+        else:
+            split, a = (B, K, S, H // self.group, self.group), 4
+        return rule(codes.reshape(split), jnp.expand_dims(scale, a), jnp.expand_dims(lo, a)).reshape(codes.shape)
+
+    def _quantise(self, x: Array) -> tuple[Array, Array, Array]:
+        """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
+        B, K, T, H = x.shape
+        if self.axis == "token":
+            codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
+            return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
+        groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
+        codes, scale, lo = quant.quantise(groups, self.bits, self.one_bit)
+        return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
+
+    def _held(self, settled: Array, n: Array | None = None) -> Array:
+        """i32[B P]: the slot at each place of `recent`; clipped to the last of n where there is none yet."""
+        place = jnp.arange(self.places, dtype=jnp.int32)[None]
+        slot = settled[:, None] + (place - settled[:, None]) % self.places
+        return slot if n is None else jnp.clip(slot, 0, jnp.maximum(n[:, None] - 1, 0))
+
+    def _is_settled(self, stored: Packed, S: int) -> Array:
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        return (slot < stored.settled[:, None])[:, None, None, None]
+
+    @property
+    def _word_axis(self) -> int:
+        return 2 if self.packed == "tokens" else 3
+
+    def _check_head_dim(self, H: int) -> None:
+        if self.axis == "token" and H % self.group:
+            near = [g for g in range(1, H + 1) if H % g == 0]
+            best = min(near, key=lambda g: abs(g - self.group))
+            raise KvjaxError(
+                f"group {self.group} does not divide the head size {H}; the nearest group that does is {best}"
+            )
+        if self.packed == "channels" and H % self.per:
+            raise KvjaxError(
+                f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
+                f"divide the head size {H}; keep them on the device, or use more bits"
+            )
+
+
+def _resized(x: Array, n: int, axis: int) -> Array:
+    """x with n entries along an axis: the first ones, or zeros behind it."""
+    if n <= x.shape[axis]:
+        return lax.slice_in_dim(x, 0, n, axis=axis)
+    return jnp.pad(x, [(0, n - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
+
+
+def _multiples(n: int, of: int) -> str:
+    low = max(n // of, 1) * of
+    return str(low) if n <= of else f"{low} and {low + of}"

@@ -1,0 +1,139 @@
+"""How many prompt tokens each layer keeps: plain integers, known before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Protocol
+
+import numpy as np
+
+from kvjax.core.types import KvjaxError
+
+
+class Budget(Protocol):
+    """Prompt tokens kept per row, layer and key/value head, sinks and recents included."""
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        """Tokens that `layer` of `layers` keeps of a row of `length` tokens: at most `length`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """The same number of tokens in every layer."""
+
+    tokens: int
+
+    def __post_init__(self):
+        _positive(self.tokens)
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        return min(length, self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
+
+    share: float
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise KvjaxError(f"share must lie in (0, 1], got {self.share}; 0.25 keeps a quarter of each prompt")
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        return min(length, max(1, int(length * self.share)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid:
+    """Many tokens in the first layers, few in the last, `tokens` on average (PyramidKV, Cai et al. 2024, 2406.02069).
+
+    rule "authors": the integers of the authors' code, where `window` comes on top of the pyramid and rounding lets
+    the sum exceed tokens x layers; it is flat for a prompt shorter than 2 (tokens - window). rule "peer": kvpress'
+    floating-point form, where the window is part of each layer's number; it is flat wherever a layer would get less
+    than `window`, and takes `tokens` that are no whole number: a kvpress ratio r of a prompt of T is T * (1 - r).
+    `window` is a floor in both, normally the scorer's. One layer gets `tokens`.
+    """
+
+    tokens: float
+    window: int
+    beta: int = 20
+    rule: str = "authors"
+
+    def __post_init__(self):
+        if self.rule not in ("authors", "peer"):
+            raise KvjaxError(f"rule must be 'authors' or 'peer', got {self.rule!r}")
+        if self.beta < 1:
+            raise KvjaxError(f"beta must be at least 1, got {self.beta}; PyramidKV uses 20")
+        if self.window < 0 or self.tokens <= self.window:
+            raise KvjaxError(
+                f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
+                f"use at least {max(self.window, 0) + 1}"
+            )
+        if self.rule == "authors" and self.tokens != int(self.tokens):
+            raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        rule = self._authors if self.rule == "authors" else self._peer
+        return min(length, rule(length, layer, layers))
+
+    def _authors(self, length: int, layer: int, layers: int) -> int:
+        base = self.tokens - self.window
+        if length <= self.tokens or length < 2 * base or layers == 1:
+            return self.tokens
+        least = base // self.beta
+        most = 2 * base - least
+        if most >= length - self.window:
+            most = length - self.window
+            least = 2 * base - most
+        return most - layer * ((most - least) // (layers - 1)) + self.window
+
+    def _peer(self, length: int, layer: int, layers: int) -> int:
+        least = self.tokens / self.beta
+        most = 2 * self.tokens - least
+        if most >= length - self.window:
+            most = length - self.window
+            least = 2 * self.tokens - most
+        if layers == 1 or not length >= most >= least >= self.window:
+            return round(self.tokens)
+        return round(most - layer * ((most - least) / (layers - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One number of tokens for each layer, first to last."""
+
+    tokens: tuple[int, ...]
+
+    def __post_init__(self):
+        for n in self.tokens:
+            _positive(n)
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        if len(self.tokens) != layers:
+            raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {layers}: give {layers} numbers")
+        return min(length, self.tokens[layer])
+
+
+@functools.lru_cache(maxsize=1024)
+def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protected: int = 0) -> np.ndarray:
+    """i32[longest + 1]: tokens kept of rows of 0..longest tokens, to be indexed with traced lengths.
+
+    A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when the budget of a row
+    of `longest` tokens is below these.
+    """
+    kept = np.array([budget.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
+    if kept[-1] < min(longest, protected):
+        raise KvjaxError(
+            f"{budget} keeps {kept[-1]} of {longest} tokens in layer {layer}, fewer than the {protected} sinks and "
+            f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
+        )
+    kept = np.maximum(kept, np.minimum(np.arange(longest + 1), protected)).astype(np.int32)
+    kept.flags.writeable = False
+    return kept
+
+
+def _positive(tokens: int) -> None:
+    if tokens < 1:
+        raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")

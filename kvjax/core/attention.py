@@ -1,0 +1,114 @@
+"""Attention as merged partials, and exact prefill attention that never builds an S x S array."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.core.types import Array, Block, Partial
+
+NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
+
+
+def scores(q: Array, k: Array) -> Array:
+    """q [B K G T H], k [B K S H] -> scaled dot products f32[B K G T S]."""
+    B, K, G, T, H = q.shape
+    if G * T > 16:
+        return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    # Few queries: with the keys as the second operand, XLA:CPU transposes all of them on every decode step.
+    dims = (((3,), (3,)), ((0, 1), (0, 1)))
+    s = lax.dot_general(k, q.reshape(B, K, G * T, H), dims, preferred_element_type=jnp.float32)
+    return s.swapaxes(2, 3).reshape(B, K, G, T, -1) * H**-0.5
+
+
+def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
+    """pos i32[B K S], q_pos i32[B T] -> bool[B K 1 T S]: filled, not in the future, inside the window."""
+    s, t = pos[:, :, None, None, :], q_pos[:, None, None, :, None]
+    ok = (s >= 0) & (s <= t)
+    return ok if window is None else ok & (s > t - window)
+
+
+def weights(s: Array) -> tuple[Array, Array, Array]:
+    """Scores f32[... S], NEG where masked -> (unnormalised weights, 0 where masked; the maximum m; the sum l)."""
+    m = jnp.max(s, -1)
+    p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
+    return p, m, p.sum(-1)
+
+
+def mix(p: Array, v: Array) -> Array:
+    """Weights f32[B K G T S], v [B K S H] -> f32[B K G T H]."""
+    return jnp.einsum("bkgts,bksh->bkgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def partial(s: Array, v: Array) -> Partial:
+    """Scores f32[B K G T S], NEG where masked, and values [B K S H] -> Partial."""
+    p, m, l = weights(s)
+    return Partial(mix(p, v), m, l)
+
+
+def attend_dense(q: Array, block: Block, q_pos: Array, window: int | None = None) -> Partial:
+    """q [B K G T H] at q_pos i32[B T] over the slots of a block -> Partial; holds all T x S scores at once."""
+    return partial(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG), block.v)
+
+
+def combine(a: Partial, b: Partial) -> Partial:
+    """Two partials over disjoint slots as one (log-sum-exp rule; Milakov & Gimelshein, 2018)."""
+    m = jnp.maximum(a.m, b.m)
+    x, y = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    return Partial(x[..., None] * a.o + y[..., None] * b.o, m, x * a.l + y * b.l)
+
+
+def merge(parts: list[Partial]) -> Array:
+    """Partials over disjoint slots -> attention output f32[B K G T H]; exact for any partition."""
+    p = functools.reduce(combine, parts)
+    return p.o / jnp.maximum(p.l, 1e-30)[..., None]
+
+
+def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | None = None, block: int = 512) -> Array:
+    """Exact causal attention in blocks: memory grows with `block`, never with T x S.
+
+    q [B K G T H] at positions start..start+T-1; k, v [B K S H] at positions 0..S-1 (later slots are not read).
+    Returns [B K G T H] in q's dtype. Right padding needs no mask: it lies in every real query's future.
+    Online softmax over key blocks (FlashAttention; Dao et al., 2022); blocks wholly in the future or
+    before the window are skipped, not masked.
+    """
+    B, K, G, T, H = q.shape
+    S = k.shape[2]
+    nq, nk = -(-T // block), -(-S // block)
+    bq, bk = -(-T // nq), -(-S // nk)
+    pad = lambda x, n, axis: jnp.pad(x, [(0, n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
+    qs = jnp.moveaxis(pad(q, nq * bq - T, 3).reshape(B, K, G, nq, bq, H), 3, 0)
+    ks, vs = pad(k, nk * bk - S, 2), pad(v, nk * bk - S, 2)
+
+    def rows(_, xs):
+        i, qi = xs
+        t = start + i * bq + jnp.arange(bq)
+
+        def columns(acc, j):
+            first, last = j * bk, (j + 1) * bk - 1
+
+            def attend(acc, mask):
+                kj, vj = (lax.dynamic_slice_in_dim(x, first, bk, 2) for x in (ks, vs))
+                s = scores(qi, kj)
+                if mask:
+                    s = jnp.where(visible((first + jnp.arange(bk))[None, None], t[None], window), s, NEG)
+                m = jnp.maximum(acc.m, s.max(-1))
+                # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
+                p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
+                return Partial(acc.o * shrink[..., None] + mix(p, vj), m, acc.l * shrink + p.sum(-1))
+
+            needed, whole = first <= t[-1], last <= t[0]
+            if window is not None:
+                needed, whole = needed & (last > t[0] - window), whole & (first > t[-1] - window)
+            kind = needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
+            branches = (lambda acc: acc, lambda acc: attend(acc, True), lambda acc: attend(acc, False))
+            return lax.switch(kind, branches, acc), None
+
+        zero = Partial(jnp.zeros(qi.shape, jnp.float32), jnp.full(qi.shape[:-1], NEG), jnp.zeros(qi.shape[:-1]))
+        acc, _ = lax.scan(columns, zero, jnp.arange(nk))
+        return None, merge([acc]).astype(q.dtype)
+
+    _, out = lax.scan(rows, None, (jnp.arange(nq), qs))
+    return jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)[:, :, :, :T]

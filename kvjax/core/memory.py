@@ -1,0 +1,172 @@
+"""The only file that knows JAX memory spaces: buffers on the device or in pinned host memory, rows in, rows out.
+
+Rules found by measurement, kept here so that no method can get them wrong:
+ - a row is appended with `dynamic_update_slice` on the host array itself: any other form copies the whole buffer;
+ - append first, then recall from the returned buffer: the other order copies the whole buffer every step;
+ - 16-bit floats are held as raw bits (their updates are slow on some backends), and whatever lives on the host
+   is held as raw bits, so that donation cannot pair a host input with a device output of the same type, which
+   aborts the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import compute_on as _compute_on_module
+
+from kvjax.core.types import Array, KvjaxError, pytree
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _on_host(fun):
+    """`fun`, computed by the host on host operands, its result in device memory (JAX renamed this in 0.11.1)."""
+    compute_on = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
+    if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
+        raise KvjaxError(
+            f"JAX {jax.__version__} has no function form of compute_on; install 0.10.2, or 0.11.2 and later"
+        )
+    return compute_on(fun, compute_type="device_host", out_memory_spaces=DEVICE)
+
+
+@pytree
+class Buffer:
+    """Rows [B K S W] of some dtype, held as raw bits where the rules above ask for it."""
+
+    data: Array
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def host(self) -> bool:
+        """Whether the rows live in pinned host memory; works on tracers too."""
+        return is_host(self.data)
+
+
+def is_host(x) -> bool:
+    """Whether an array, tracer or abstract value lives in host memory."""
+    return getattr(jax.typeof(x), "memory_space", DEVICE) == HOST
+
+
+def kind(x) -> str:
+    """Memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
+    space = x.memory_space if isinstance(x, jax.core.AbstractValue) else jax.typeof(x).memory_space
+    return "pinned_host" if space == HOST else "device"
+
+
+def pack(x: Array, host: bool = False) -> Buffer:
+    """x [B K S W] as a buffer, on the device or (after a copy) in pinned host memory."""
+    buf = Buffer(_bits(x) if x.dtype.itemsize == 2 else x, x.dtype.name)
+    return to_host(buf) if host else buf
+
+
+def to_device(buf: Buffer) -> Buffer:
+    """The whole buffer in device memory."""
+    return dataclasses.replace(buf, data=jax.device_put(buf.data, DEVICE)) if buf.host else buf
+
+
+def to_host(buf: Buffer) -> Buffer:
+    """The whole buffer in pinned host memory."""
+    return buf if buf.host else dataclasses.replace(buf, data=jax.device_put(_bits(buf.data), HOST))
+
+
+def unpack(buf: Buffer) -> Array:
+    """The rows [B K S W] in their own dtype, in device memory."""
+    return _value(to_device(buf).data, buf.dtype)
+
+
+def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
+    """Writes x [B K T W] at slots at..at+T-1 of each row (of those with due bool[B]); at i32[B], at + T <= S there."""
+    x = _bits(x) if buf.data.dtype != x.dtype else x
+    if not x.shape[2]:
+        return buf
+    if not buf.host:
+        at = at if due is None else jnp.where(due, at, buf.data.shape[2])  # what lies outside is dropped
+        return dataclasses.replace(buf, data=put(buf.data, x, at))
+    data = buf.data
+    for b in range(x.shape[0]):  # never a scatter on the host: it copies the buffer
+        row = jax.device_put(x[b : b + 1], HOST)
+        start = (jnp.int32(b), jnp.int32(0), at[b], jnp.int32(0))
+        write = functools.partial(lax.dynamic_update_slice, update=row, start_indices=start)
+        data = write(data) if due is None else lax.cond(due[b], write, lambda d: d, data)
+    return dataclasses.replace(buf, data=data)
+
+
+def put(data: Array, x: Array, at: Array) -> Array:
+    """Device arrays: data [B K S ...] with x [B K T ...] at slots at..at+T-1 of each row; what lies outside is dropped.
+
+    One scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
+    """
+    B, K, T = x.shape[:3]
+    slot = at[:, None, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
+    index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
+    return data.at[index].set(x, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def add(data: Array, x: Array, slot: Array) -> Array:
+    """Device arrays: data [B K S ...] with x [B K T ...] added at slot i32[B T]; slots outside are dropped."""
+    B, K = x.shape[:2]
+    index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot[:, None])
+    return data.at[index].add(x, mode="drop")
+
+
+def take(x: Array, idx: Array) -> Array:
+    """Device arrays: rows idx i32[B 1|K n], in bounds, of x [B K S W] -> [B K n W]."""
+    return _gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
+
+
+def piece(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
+    """Of a device buffer seen as [B * K, S, W]: some rows from `row` and slots from `start`, in their own dtype."""
+    data = buf.data.reshape(-1, *buf.data.shape[2:])
+    return _value(lax.dynamic_slice(data, (row, start, 0), (rows, count, data.shape[2])), buf.dtype)
+
+
+def rows(buf: Buffer, idx: Array) -> Array:
+    """Rows at idx i32[B K n] -> [B K n W] in device memory; of a host buffer only these rows cross.
+
+    Indices outside [0, S) are clipped. Call it on the buffer that `append` returned.
+    """
+    idx = jnp.clip(idx, 0, buf.data.shape[2] - 1)
+    if buf.host:
+        return _value(_on_host(_gather)(buf.data, jax.device_put(idx, HOST)), buf.dtype)
+    return _value(_gather(buf.data, idx), buf.dtype)
+
+
+def _gather(x: Array, idx: Array) -> Array:
+    """One bare gather: code that runs on the host admits no constants of the device."""
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(3,),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(0, 1),
+        start_indices_batching_dims=(0, 1),
+    )
+    return lax.gather(x, idx[..., None], dims, (1, 1, 1, x.shape[3]), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def _bits(x: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return x
+    return lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
+
+
+def _value(x: Array, dtype: str) -> Array:
+    return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, jnp.dtype(dtype))
+
+
+def require_host_memory() -> None:
+    """Raises unless the default device has pinned host memory that this JAX version uses correctly."""
+    device = jax.devices()[0]
+    if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
+        raise KvjaxError(f"{device.platform} has no pinned_host memory; use a method without host placement")
+    version = tuple(int(x) for x in jax.__version__.split(".")[:3])
+    if device.platform == "gpu" and version < (0, 11, 2):
+        raise KvjaxError(
+            f"JAX {jax.__version__} reads wrong addresses of pinned host buffers on CUDA (openxla/xla#46231); "
+            "install jax >= 0.11.2 (Python >= 3.12)"
+        )

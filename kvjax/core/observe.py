@@ -1,0 +1,47 @@
+"""What a prompt's queries say about its keys: the observation a scorer asks for, and one blockwise pass over it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.types import Array, Block
+
+
+class Obs(NamedTuple):
+    """The last Q prompt queries of each row, after RoPE; only `pos` tells which of them are real."""
+
+    q: Array  # [B K G Q H]
+    pos: Array  # i32[B Q], positions in the prompt, -1 = padding
+
+
+def mass(
+    block: Block, obs: Obs, by: Array, window: int | None = None, queries_at_once: int = 64
+) -> tuple[Array, Array]:
+    """The attention that each slot receives: float32 softmax weights, summed over queries that count `by` f32[B Q].
+
+    Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `by` over the queries
+    that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold. Memory
+    grows with `queries_at_once` x S, never with Q x S.
+    """
+    B, K, G, Q, H = obs.q.shape
+    size = min(queries_at_once, Q)
+    blocks, pad = -(-Q // size), -Q % size
+    q = jnp.pad(obs.q, [(0, 0)] * 3 + [(0, pad), (0, 0)]).reshape(B, K, G, blocks, size, H)
+    pos = jnp.pad(obs.pos, [(0, 0), (0, pad)], constant_values=-1).reshape(B, blocks, size)
+    by = jnp.pad(by, [(0, 0), (0, pad)]).reshape(B, blocks, size)
+
+    def add(total, xs):
+        q, pos, by = xs
+        by = by[:, None, None, :, None]
+        seen = visible(block.pos, pos, window)
+        p, _, l = weights(jnp.where(seen, scores(q, block.k), NEG))
+        received = (p * (by / jnp.maximum(l, 1e-30)[..., None])).sum(3)
+        return (total[0] + received, total[1] + jnp.where(seen, by, 0.0).sum(3)[:, :, 0]), None
+
+    zero = (jnp.zeros((B, K, G, block.k.shape[2])), jnp.zeros(block.pos.shape))
+    xs = (jnp.moveaxis(q, 3, 0), jnp.moveaxis(pos, 1, 0), jnp.moveaxis(by, 1, 0))
+    return lax.scan(add, zero, xs)[0]

@@ -1,0 +1,129 @@
+"""The plots of a run, as SVG for the page and as PNG files: a method has one colour and marker in all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.markers import MarkerStyle
+
+from kvjax.eval.page import panels, summary
+from kvjax.eval.page.panels import INK, Panel, Style, styles
+from kvjax.eval.page.summary import Record, Row
+
+SCALE = tuple(to_hex(panels.MAP(x)) for x in np.linspace(0, 1, 9))
+RC = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "kvjax", "font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9},
+    **{"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "grid.color": "#88888855"},
+    **{"grid.linewidth": 0.5, "xtick.labelsize": 8, "ytick.labelsize": 8, "errorbar.capsize": 0},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """Panels that belong together. kind: "tradeoff", "length", "needle" or "turns"; length: of the contexts."""
+
+    kind: str
+    name: str
+    panels: tuple[Panel, ...]
+    length: int | None = None
+    styles: dict[str, Style] | None = None  # for a legend
+
+
+def plots(rows: Sequence[Row], records: Iterable[Record]) -> list[Plot]:
+    """All that the run has data for."""
+    look = styles(summary.ordered(rows, "method"))
+    found = []
+    for length in summary.lengths(rows) or [None]:
+        chosen = summary.at_length(rows, length)
+        end = "" if length is None else f"-{length}"
+        found.append(Plot("tradeoff", f"tradeoff{end}", tuple(panels.tradeoffs(chosen, look)), length, look))
+        found.append(Plot("turns", f"turns{end}", tuple(panels.turns(chosen, look)), length))
+    found.append(Plot("length", "length", tuple(panels.by_length(rows, look)), styles=look))
+    found += [Plot("needle", f"needle-{task}", tuple(p)) for task, p in panels.needles(records).items()]
+    return [p for p in found if p.panels]
+
+
+def write(plots: Iterable[Plot], directory: Path) -> list[Path]:
+    """Writes plots/NAME.png into the directory; returns the paths."""
+    folder = Path(directory) / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_png(plot, folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', plot.name)}.png") for plot in plots]
+
+
+def svgs(plot: Plot) -> list[str]:
+    """One SVG element per panel, without a heading; what has the colour INK takes that of the text around it."""
+    return [_svg(panel, f"{plot.name}-{i}") for i, panel in enumerate(plot.panels)]
+
+
+def glyph(style: Style) -> str:
+    """A method's marker as a small SVG element, for a legend in HTML."""
+    marker = MarkerStyle(style.marker)
+    shapes = marker.get_path().transformed(marker.get_transform()).to_polygons()
+    points = np.concatenate(shapes)
+    lines = "".join("M" + "L".join(f"{x:.2f} {-y:.2f}" for x, y in s) + "Z" for s in shapes)
+    reach = max(float(np.abs(points).max()), 1e-6)
+    colour = "currentColor" if style.colour == INK else style.colour
+    box = f"{-reach:.2f} {-reach:.2f} {2 * reach:.2f} {2 * reach:.2f}"
+    return f'<svg class="glyph" viewBox="{box}" aria-hidden="true"><path fill="{colour}" d="{lines}"/></svg>'
+
+
+def _svg(panel: Panel, name: str) -> str:
+    with matplotlib.rc_context(RC):
+        fig = Figure(figsize=panel.size, layout="constrained")
+        panel.draw(fig.subplots())
+        out = io.StringIO()
+        fig.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for pattern in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    name = re.sub(r"\W", "-", name)
+    text = re.sub(r'\bid="', f'id="{name}-', text)  # ids of several plots share one page
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text).replace(INK, "currentColor")
+    text = re.sub(rf'(<g id="{name}-point-[0-9a-f]+">)', lambda m: m[1] + _tip(m[1]), text)
+    head = f'<svg class="plot" role="img" aria-labelledby="{name}-title {name}-words" viewBox='
+    text = re.sub(r"<svg [^>]*?viewBox=", head, text, count=1, flags=re.DOTALL)
+    text = re.sub(r'^(<svg [^>]*?viewBox="[^"]*")[^>]*>', r'\1 xmlns="http://www.w3.org/2000/svg">', text)
+    text = text.replace("xlink:href", "href")
+    words = f'<title id="{name}-title">{escape(panel.title)}</title><desc id="{name}-words">{escape(panel.alt)}</desc>'
+    return text.replace(">", ">" + words, 1).strip()
+
+
+def _tip(tag: str) -> str:
+    return f"<title>{escape(bytes.fromhex(re.search(r'point-([0-9a-f]+)', tag)[1]).decode())}</title>"
+
+
+def _png(plot: Plot, path: Path) -> Path:
+    columns = min(len(plot.panels), 4 if plot.kind == "needle" else 3)
+    lines = -(-len(plot.panels) // columns)
+    width, height = (max(p.size[i] for p in plot.panels) for i in (0, 1))
+    size = (max(width * columns, 4.2), (height + 0.3) * lines)
+    beside = max(1, int(size[0] // 3.2))
+    with matplotlib.rc_context(RC):
+        under = 0.2 * -(-len(plot.styles) // beside) + 0.2 if plot.styles else 0
+        fig = Figure(figsize=(size[0], size[1] + under), layout="constrained", facecolor="white")
+        axes = fig.subplots(lines, columns, squeeze=False).flat
+        for ax, panel in zip(axes, plot.panels, strict=False):
+            panel.draw(ax)
+            ax.set_title(panels.wrapped(panel.title, int(width * 11)), fontsize=9)
+        for ax in axes[len(plot.panels) :]:
+            ax.set_visible(False)
+        if plot.styles:
+            marks = [Line2D([], [], color=s.colour, marker=s.marker, linestyle="") for s in plot.styles.values()]
+            fig.legend(marks, list(plot.styles), loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
+        if plot.kind == "needle":
+            fig.colorbar(ScalarMappable(cmap=panels.MAP), ax=fig.axes, format=panels.PERCENT, shrink=0.8)
+        fig.savefig(path, dpi=150)
+    return path

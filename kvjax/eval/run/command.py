@@ -1,0 +1,105 @@
+"""What `kvjax eval` and `kvjax report` do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvjax.core.types import KvjaxError
+from kvjax.eval.run import store
+from kvjax.eval.run.compare import compare
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec
+from kvjax.methods.strings import parse_many
+from kvjax.models.model import Model, load
+
+CSV = "summary.csv"
+WIDTH = 112  # columns that the table needs, whatever the terminal says
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can."""
+    if args.list:
+        found = suite.described()
+        width = max(map(len, found))
+        print("\n".join(f"{name:<{width}}  {line}" for name, line in found.items()))
+        return
+    parse_many(args.methods)  # a slip is said before a large model is loaded
+    tasks, spec = suite.expand(words(args.tasks)), specification(args)
+    model = load(args.model, dtype=args.dtype)
+    _warn(model, spec.lengths)
+    how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
+    try:
+        compare(model, args.methods, tasks, spec, args.out, **how, progress=progress())
+    except KeyboardInterrupt:
+        raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
+    summarise(args.out)
+
+
+def specification(args: argparse.Namespace) -> Spec:
+    """The arguments as a Spec, checked."""
+    for name in ("contexts", "questions", "depths", "batch"):
+        if getattr(args, name) < 1:
+            raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.text is not None and not args.text.is_file():
+        raise KvjaxError(f"there is no file {args.text}; give --text a UTF-8 text file")
+    if args.data is not None and not args.data.is_dir():
+        raise KvjaxError(f"there is no folder {args.data}; give --data the one with the benchmarks' files")
+    lengths = tuple(dict.fromkeys(_length(w) for w in words(args.lengths)))
+    if not lengths:
+        raise KvjaxError("--lengths names no length; for example 512,1024")
+    return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data)
+
+
+def words(text: str) -> list[str]:
+    """Comma-separated words."""
+    return [w.strip() for w in text.split(",") if w.strip()]
+
+
+def _length(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise KvjaxError(f"--lengths has {word!r}, which is no number of tokens; for example 512,1024")
+    return int(word)
+
+
+def _warn(model: Model, lengths: Sequence[int]) -> None:
+    """Longer contexts than the model knows are a choice (StreamingLLM and InfLLM are made for them), not a mistake."""
+    most = model.config.max_positions
+    if max(lengths) > most:
+        print(
+            f"kvjax: {max(lengths)} tokens are beyond the {most} positions that {model.name} was made for: expect all "
+            "methods to fail there that keep true positions, `full` too",
+            file=sys.stderr,
+        )
+
+
+def progress() -> Progress:
+    """Bars on stderr with the time left: of everything, and of the present method and task."""
+    left = TimeRemainingColumn(compact=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
+    return Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
+
+
+def summarise(out: Path) -> None:
+    """Prints the summary of a run and writes it as CSV, as plots and as a page."""
+    from kvjax.eval.page import plots, report, summary
+
+    records = store.read(out)
+    rows = summary.rows(records)
+    console = Console()
+    Console(width=max(console.width, WIDTH)).print(summary.table(rows))
+    drawn = plots.write(plots.plots(rows, records), out)
+    written = [summary.write_csv(rows, out / CSV), *drawn[:1], report.write(out)]
+    print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in written))
+
+
+def render(out: Path) -> None:
+    """Renders the page of a run, also of one that is still going on, and says where it is."""
+    from kvjax.eval.page import report
+
+    print(f"wrote {report.write(out)}")

@@ -1,0 +1,46 @@
+"""Methods beside each other on the same cases, from Python: what `kvjax eval` does without its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from kvjax.eval.page import summary
+from kvjax.eval.run import store
+from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Spec
+from kvjax.methods.strings import parse_many
+from kvjax.models.model import Model
+
+
+def compare(
+    model: Model,
+    methods: str,
+    tasks: Sequence[str],
+    spec: Spec,
+    out: str | Path,
+    *,
+    batch: int = 8,
+    seen: bool = False,
+    speed: bool = False,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Asks every method (strings separated by ";") all cases of the tasks -> one row per (method, task, length).
+
+    The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in the folder `out`, where a run that was
+    stopped goes on. seen: each question ends the prompt, so that a method sees it when it compresses; speed: measure it
+    too. Raises KvjaxError before anything runs for a method, task or length that cannot be.
+    """
+    names = list(dict.fromkeys(m.name for m in parse_many(methods)))
+    tasks = suite.expand(tasks)
+    cases = suite.cases(model, tasks, spec)
+    about = {"seed": spec.seed, "batch": batch, "seen": seen}
+    run = store.describe(model, **about, methods=names, tasks=tasks, lengths=spec.lengths)
+    times = spec.lengths if speed else ()
+    with store.opened(out, run) as records:
+        evaluate(model, names, cases, records, **about, speed=times, progress=progress)
+    return summary.rows(store.read(out))

@@ -1,0 +1,242 @@
+"""A run: every method on every case, in batches that depend on the cases alone, recorded as it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from kvjax.cache.accounting import planned_bytes
+from kvjax.cache.method import Method
+from kvjax.core import memory, program
+from kvjax.core.types import KvjaxError
+from kvjax.eval.run import harness
+from kvjax.eval.run.store import Store
+from kvjax.eval.tasks.case import Case
+from kvjax.methods.strings import parse
+from kvjax.models.model import Model
+
+SPEED = "speed"
+MAPPINGS = 30_000  # held by a process before its compiled programs, several each, are dropped
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Cases that run together: equally many questions, or text that follows."""
+
+    cases: tuple[Case, ...]
+    rows: int  # the last batch is filled up with copies of its last case, so that all have one shape
+    new: int  # the most tokens that any of the group may answer
+
+    @property
+    def filled(self) -> tuple[Case, ...]:
+        """The cases, `rows` of them."""
+        return self.cases + self.cases[-1:] * (self.rows - len(self.cases))
+
+
+def batches(cases: Sequence[Case], size: int) -> list[Batch]:
+    """Groups of equal task, length and number of questions, cut evenly into batches of at most `size`.
+
+    Inside a group contexts are sorted by length. What is done already plays no part, so a run that was killed goes on
+    with the same batches, and gives the same bits.
+    """
+    if size < 1:
+        raise KvjaxError(f"batch must be at least 1 row, got {size}")
+    groups: dict[Any, list[Case]] = {}
+    for c in cases:
+        what = (c.task, c.about.get("length"), len(c.asks), c.turns, c.follows is None)
+        groups.setdefault(what, []).append(c)
+    return [b for group in groups.values() for b in _cut(sorted(group, key=lambda c: len(c.context)), size)]
+
+
+def _cut(group: list[Case], size: int) -> Iterator[Batch]:
+    count = -(-len(group) // size)
+    rows = -(-len(group) // count)
+    new = max((a.new_tokens for c in group for a in c.asks), default=0)
+    for start in range(0, len(group), rows):
+        yield Batch(tuple(group[start : start + rows]), rows, new)
+
+
+def evaluate(
+    model: Model,
+    methods: Sequence[str],
+    cases: Sequence[Case],
+    store: Store,
+    *,
+    batch: int = 8,
+    seen: bool = False,
+    speed: Sequence[int] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
+
+    methods: strings, recorded as they are. seen: each question ends the prompt (`harness.seen`); cases with `turns`
+    are conversations in any case. speed: context lengths, tokens, at which speed is measured, `batch` at a time. Raises
+    KvjaxError before anything runs for a method or case that cannot run, and when a batch fails; what was done stays.
+    """
+    parsed = {m: parse(m) for m in methods}
+    for name, method in parsed.items():
+        check_method(model, name, method, [len(c.context) for c in cases] + list(speed))
+    marks = check_cases(cases, store)
+    units = batches(cases, batch)
+    work = [(m, u) for m in parsed for u in (*units, *speed) if not _done(store, m, u)]
+    with Progress(disable=True) if progress is None else progress as bar:
+        total = bar.add_task("all", total=sum(_size(u) for _, u in work))
+        for name, mine in itertools.groupby(work, key=lambda w: w[0]):
+            for task, part in itertools.groupby(mine, key=lambda w: _task(w[1])):
+                todo = [u for _, u in part]
+                line = bar.add_task(f"{name}: {task}", total=sum(map(_size, todo)))
+                for unit in todo:
+                    store.append(_guarded(model, name, parsed[name], unit, seen, batch, seed, marks))
+                    bar.advance(line, _size(unit))
+                    bar.advance(total, _size(unit))
+                bar.remove_task(line)
+            program.forget_many(MAPPINGS)
+
+
+def _done(store: Store, method: str, unit: Batch | int) -> bool:
+    if isinstance(unit, int):
+        return store.find(method, SPEED, f"{SPEED}/{unit}") is not None
+    return all(store.find(method, c.task, c.key) for c in unit.cases)
+
+
+def _size(unit: Batch | int) -> int:
+    return 1 if isinstance(unit, int) else len(unit.cases)
+
+
+def _task(unit: Batch | int) -> str:
+    return SPEED if isinstance(unit, int) else unit.cases[0].task
+
+
+def check_method(model: Model, name: str, method: Method, lengths: Sequence[int]) -> None:
+    """Raises KvjaxError, naming the method, if it cannot run on this model with contexts of such lengths."""
+    try:
+        method.plan(model.config)
+        if method.uses_host:
+            memory.require_host_memory()
+        for n in {min(lengths, default=1), max(lengths, default=1)}:
+            planned_bytes(method, model.config, n, dtype=model.dtype)
+    except KvjaxError as e:
+        raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
+
+
+def check_cases(cases: Sequence[Case], store: Store) -> dict[tuple[str, str], str]:
+    """The fingerprint of each case by task and key, compared with what the store says of it."""
+    from kvjax.eval.tasks.metrics import METRICS
+
+    marks = {(c.task, c.key): fingerprint(c) for c in cases}
+    for c in cases:
+        if (c.follows is None) == (not c.asks):
+            raise KvjaxError(f"case {c.key!r} needs either questions or a text that follows, and not both")
+        if c.follows is not None and not (c.bytes and len(c.follows)):
+            raise KvjaxError(f"case {c.key!r} has {len(c.follows)} tokens and {c.bytes} bytes to follow; give some")
+        for a in c.asks:
+            if a.metric not in METRICS:
+                raise KvjaxError(f"case {c.key!r} asks for metric {a.metric!r}; there are {', '.join(METRICS)}")
+            if not (len(a.prompt) and a.new_tokens > 0 and a.references):
+                raise KvjaxError(f"case {c.key!r} has a question without prompt, tokens to answer, or reference")
+    for a in {a.metric: a for c in cases for a in c.asks}.values():
+        METRICS[a.metric]("", a)  # now, and not after an hour, it says which library is missing
+    for r in store.records:
+        mark = marks.get((r["task"], r["key"]))
+        if mark not in (None, r.get("case")):
+            raise KvjaxError(
+                f"case {r['key']!r} is not the one that was recorded under this key: it was made with other questions, "
+                "depths, text, data or version of kvjax. Choose another --out, or delete the old one"
+            )
+    return marks
+
+
+def fingerprint(case: Case) -> str:
+    """A digest of all that a case asks and expects."""
+    arrays = [case.context, *(a.prompt for a in case.asks), *([] if case.follows is None else [case.follows])]
+    total = hashlib.sha256()
+    for x in arrays:
+        total.update(f"{len(x)} ".encode() + np.asarray(x, np.int32).tobytes())
+    rest = [[a.metric, a.references, a.new_tokens, a.stop, a.options] for a in case.asks]
+    total.update(json.dumps([rest, case.turns, case.bytes]).encode())
+    return total.hexdigest()[:16]
+
+
+def _guarded(model, name, method, unit, seen, batch, seed, marks) -> list[dict[str, Any]]:
+    """The records of a unit of work; whatever goes wrong becomes one line that says what to do."""
+    try:
+        if isinstance(unit, int):
+            return [speed_record(model, name, method, unit, batch, seed)]
+        return records(model, name, method, unit, seen, marks)
+    except KvjaxError as e:
+        raise KvjaxError(f"{name} on {_task(unit)}: {e}") from e
+    except Exception as e:
+        first = (str(e).splitlines() or [""])[0][:300]
+        full = isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e)
+        remedy = "use a smaller --batch with another --out" if full else "leave this method or task out"
+        raise KvjaxError(
+            f"{name} on {_task(unit)} failed ({type(e).__name__}: {first}). What was done before is kept; {remedy}"
+        ) from e
+
+
+def records(
+    model: Model, name: str, method: Method, batch: Batch, seen: bool, marks: Mapping[tuple[str, str], str]
+) -> list[dict[str, Any]]:
+    """Runs a batch: one record per case."""
+    rows = batch.filled
+    if rows[0].follows is not None:
+        bits, likeliest, size = harness.following(model, method, rows)
+        found = [
+            {"scores": [], "bits": float(b.sum() / c.bytes), "likeliest": best.tolist()}
+            for c, b, best in zip(batch.cases, bits, likeliest, strict=False)
+        ]
+    else:
+        protocol = harness.conversation if rows[0].turns else harness.seen if seen else harness.shared
+        replies, size = protocol(model, method, rows, batch.new)
+        found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
+    share = {kind: n // batch.rows for kind, n in size.items()}
+    return [
+        {
+            "method": name,
+            "task": c.task,
+            "key": c.key,
+            "case": marks[c.task, c.key],
+            "about": dict(c.about),
+            "tokens": len(c.context),
+            "turns": c.turns,
+            **f,
+            "bytes": share,
+        }
+        for c, f in zip(batch.cases, found, strict=True)
+    ]
+
+
+def _scored(case: Case, predictions: Sequence[str]) -> dict[str, Any]:
+    from kvjax.eval.tasks.metrics import METRICS
+
+    return {
+        "metric": ", ".join(dict.fromkeys(a.metric for a in case.asks)),
+        "scores": [float(METRICS[a.metric](p, a)) for p, a in zip(predictions, case.asks, strict=True)],
+        "asks": [{"turn": i, **a.about} for i, a in enumerate(case.asks)],
+        "predictions": list(predictions),
+    }
+
+
+def speed_record(model: Model, name: str, method: Method, length: int, batch: int, seed: int) -> dict[str, Any]:
+    """Measures speed at one length."""
+    prefill, decode, size = harness.speed(model, method, length, batch, seed)
+    return {
+        "method": name,
+        "task": SPEED,
+        "key": f"{SPEED}/{length}",
+        "case": "",
+        "about": {"length": length, "batch": batch},
+        "tokens": length,
+        "scores": [],
+        "prefill_seconds": prefill,
+        "tokens_per_second": decode,
+        "bytes": {kind: n // batch for kind, n in size.items()},
+    }

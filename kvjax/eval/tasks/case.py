@@ -1,0 +1,61 @@
+"""What is asked of a model: cases, each a context with its questions or with the text that follows it.
+
+Everything is token ids on the way in and text on the way out, so a task is the same for the shipped model, whose
+symbols are spelled "<s17>", and for any real tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from kvjax.models.model import Model
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """One question: prompt ids i32[P] after the context, and how the text generated from it is scored."""
+
+    prompt: np.ndarray
+    metric: str  # a name in kvjax.eval.tasks.metrics.METRICS; its score is 0 (wrong) to 1 (right)
+    references: tuple[str, ...]
+    new_tokens: int
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these; a model's own end tokens always end it
+    options: tuple[str, ...] = ()  # all classes, where the metric is of classification
+    about: Mapping[str, float | int | str] = dataclasses.field(default_factory=dict)  # e.g. {"depth": 0.5}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One context i32[S] and its questions, or the tokens that follow it in a text."""
+
+    task: str  # "niah", "ruler.vt", "longbench.qasper", ...
+    key: str  # unique among all cases that a task can make, and the same in every run: it names the instance
+    context: np.ndarray
+    asks: tuple[Ask, ...] = ()
+    # False: each question is asked of the context's own state, as if it were the first. True: a conversation, the first
+    # question ends the prompt (so that a method sees it when it compresses), the others follow on the same state.
+    turns: bool = False
+    follows: np.ndarray | None = None  # i32[T], predicted token by token (teacher-forced); then there are no asks
+    bytes: int = 0  # of the text of `follows`, so that models with different tokenizers compare
+    about: Mapping[str, float | int | str] = dataclasses.field(default_factory=dict)  # {"length": 2048, "depth": 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a run asks a task for."""
+
+    lengths: tuple[int, ...] = (1024,)  # tokens of a context, the template around it included
+    contexts: int = 8  # cases per task and length (and depth)
+    questions: int = 4  # per context, where a task can ask several
+    depths: int = 5  # of a needle, evenly from 0 to 1
+    seed: int = 0
+    text: Path | None = None  # a text file, for perplexity and as haystack (default: held-out source code)
+    data: Path | None = None  # the folder with the files of public benchmarks
+
+
+Maker = Callable[[Model, Spec], Iterable[Case]]
+"""The cases of one task for a model: a pure function, the same whenever it is called."""

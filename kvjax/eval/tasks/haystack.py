@@ -1,0 +1,196 @@
+"""A needle in a haystack over depth and length (Kamradt, 2023; SpeCache, section 4.3 and Figure 4), and haystacks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.texts import context_ids, largest, prompt_ids
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.run.prompts import round_up
+from kvjax.testbed import tasks
+
+NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+QUESTION = "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
+FOUND = ("eat a sandwich", "Dolores Park", "sunny day")  # what an answer is scored by, in place of a model as judge
+NEW_TOKENS = 32
+SPAN = 4  # symbols of the shipped model's needle
+LINES, SENTENCES = re.compile(r"\n+"), re.compile(r"(?<=[.!?])\s+")
+
+ADJECTIVES = """able aged amber ample angry awake basic bitter blank bold brave brief bright broad broken busy
+calm careful cheap clean clear clever cold common cool crisp cruel curious damp dark deep direct distant double
+dry dull eager early easy elder empty equal exact faint fair famous fancy fast fierce final firm flat fluffy
+fresh gentle giant glad golden grand great green happy harsh heavy hidden hollow honest humble icy idle jolly
+keen kind large late lazy light little lively lonely loose loud lucky mellow mild modern muddy narrow neat noble
+odd pale plain polite proud""".split()
+NOUNS = """acorn anchor apple arrow badge bakery barrel basin basket beacon bell bench blanket boat bottle
+branch bridge bucket button cabin candle canyon carpet castle cellar chain chalk cherry circle cloud clover
+coast collar compass copper corner cotton cradle crystal curtain desert dragon drum eagle engine falcon feather
+fence ferry fiddle forest fountain garden glacier glove hammer harbor helmet hill hotel island jacket jungle
+kettle ladder lagoon lantern lemon letter library lizard magnet maple market meadow mirror mountain needle ocean
+orchard otter palace paper parrot pebble pepper piano pillow planet pocket pony puzzle rabbit river rocket
+saddle sailor shadow shelter silver""".split()
+CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
+
+
+def niah(model: Model, spec: Spec) -> Iterator[Case]:
+    """One needle at each depth of a haystack, for a heat map of lengths and depths."""
+    if not 1 <= spec.depths <= 101:
+        raise KvjaxError(f"{spec.depths} depths were asked for; use 1 to 101")
+    own = symbols.knows_symbols(model)
+    for length in spec.lengths:
+        for depth in np.linspace(0, 1, spec.depths).tolist():
+            for i in range(spec.contexts):
+                key = f"niah/{length}/{depth:.2f}/{i}"
+                rng = symbols.generator(spec, key)
+                yield (
+                    _symbols_case(key, rng, spec, length, depth, i)
+                    if own
+                    else _case(key, rng, model.text_tokenizer(), spec, length, depth)
+                )
+
+
+def _symbols_case(key: str, rng: np.random.Generator, spec: Spec, length: int, depth: float, i: int) -> Case:
+    filler = symbols.fillers(spec)[i % 2]
+    make = lambda n: tasks.TASKS["needle"](rng, n, filler, depth, SPAN)  # noqa: E731
+    return symbols.case("niah", key, symbols.built("niah", make, length), 1, depth=depth)
+
+
+def _case(key: str, rng: np.random.Generator, tokenizer: Tokenizer, spec: Spec, length: int, depth: float) -> Case:
+    essay, prompt = Essay(spec, rng), prompt_ids(tokenizer, QUESTION)
+
+    def ids(n: int) -> np.ndarray:
+        return context_ids(tokenizer, inserted(essay.words(n), [NEEDLE], [depth])[0].rstrip() + "\n\n")
+
+    n = fitted("niah", lambda n: len(ids(n)) + len(prompt), length, 1)
+    ask = Ask(prompt, "contains_all", FOUND, NEW_TOKENS, about={"depth": depth})
+    return Case("niah", key, ids(n), (ask,), about={"length": length, "depth": depth})
+
+
+def fitted(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
+    """The largest haystack, in units, at least `low`, that costs at most `length` tokens.
+
+    Raises KvjaxError with a length that is enough: some more than this instance takes, since others have longer words.
+    """
+    n = largest(cost, length, low)
+    if n is None:
+        enough = round_up(cost(low) * 6 // 5, 32)
+        raise KvjaxError(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
+    return n
+
+
+class Essay:
+    """Running text for a haystack, from the start of a random sentence and round the end of the text.
+
+    The text of `spec.text`, on one line as in RULER, or else held-out source code, whose lines stay.
+    """
+
+    def __init__(self, spec: Spec, rng: np.random.Generator):
+        text = symbols.source(spec)
+        self.whole, self.starts, sentences = _parts(text if spec.text is None else re.sub(r"\s+", " ", text).strip())
+        self.first = int(rng.choice(sentences))
+
+    def words(self, n: int) -> str:
+        """The first n words, with the space between them."""
+        if n > len(self.starts):
+            rounds, n = divmod(n, len(self.starts))
+            return self.words(len(self.starts)) * rounds + (self.words(n) if n else "")
+        last, total = self.first + n, len(self.starts)
+        if last < total:
+            return self.whole[self.starts[self.first] : self.starts[last]]
+        return self.whole[self.starts[self.first] :] + self.whole[: self.starts[last - total]]
+
+
+@functools.lru_cache(2)
+def _parts(text: str) -> tuple[str, np.ndarray, np.ndarray]:
+    """(the text, ended by space, where its words start, and the numbers of the words that start a sentence)."""
+    text = text.lstrip("\r\n")
+    text = text if text[-1:].isspace() else text + " "
+    starts = np.array([m.start() for m in re.finditer(r"[ \t]*\S+[ \t]*[\r\n]*", text)])
+    at = np.searchsorted(starts, [0, *boundaries(text)])
+    return text, starts, np.unique(at[at < len(starts)])
+
+
+def boundaries(text: str) -> list[int]:
+    """Where the next line, or in a text of one line the next sentence, may begin, in characters; never 0 or the end."""
+    ends = LINES if "\n" in text else SENTENCES
+    return [m.end() for m in ends.finditer(text) if 0 < m.end() < len(text)]
+
+
+def inserted(text: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[int]]:
+    """(the text with each needle as a sentence of its own, where each starts): depths ascending, shares of the text.
+
+    A needle goes to the last end of a sentence or line at or before its depth (Kamradt, 2023), or to the end.
+    """
+    ends = np.array([0, *boundaries(text)])
+    cuts = [len(text) if d >= 1 else int(ends[np.searchsorted(ends, d * len(text), "right") - 1]) for d in depths]
+    out, starts, last, gap = "", [], 0, "\n" if "\n" in text else " "
+    for needle, cut in zip(needles, cuts, strict=True):
+        out += text[last:cut]
+        out += "" if not out or out.endswith(gap) else gap
+        starts.append(len(out))
+        out += needle + gap
+        last = cut
+    return out + text[last:], starts
+
+
+class Drawn:
+    """Different strings from an endless source, drawn as they are needed; none of them occurs in `text`."""
+
+    def __init__(self, source: Iterator[str], text: str = ""):
+        self.source, self.items = (x for x in source if x not in text), []
+
+    def first(self, n: int) -> list[str]:
+        """The first n, the same at every call."""
+        self.items += itertools.islice(self.source, max(0, n - len(self.items)))
+        return self.items[:n]
+
+
+def made_up(rng: np.random.Generator) -> Iterator[str]:
+    """Words of three syllables, half a million different ones: no one is a part of another."""
+    syllables = [c + v for c in CONSONANTS for v in VOWELS]
+    for i in rng.permutation(len(syllables) ** 3):
+        yield "".join(syllables[i // len(syllables) ** k % len(syllables)] for k in range(3))
+
+
+def words(rng: np.random.Generator) -> Iterator[str]:
+    """Adjective-noun, and once all pairs are used adjectives with made-up words."""
+    for i in rng.permutation(len(ADJECTIVES) * len(NOUNS)):
+        yield f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}"
+    for word in made_up(rng):
+        yield f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]}-{word}"
+
+
+def numbers(rng: np.random.Generator) -> Iterator[str]:
+    """Different numbers of seven digits."""
+    return different(lambda: str(rng.integers(10**6, 10**7)))
+
+
+def uuids(rng: np.random.Generator) -> Iterator[str]:
+    """Random UUIDs of version 4."""
+    return (str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in itertools.count())
+
+
+def letters(rng: np.random.Generator, alphabet: str, n: int) -> Iterator[str]:
+    """Different strings of n letters."""
+    return different(lambda: "".join(rng.choice(list(alphabet), n)))
+
+
+def different(draw: Callable[[], str]) -> Iterator[str]:
+    seen: set[str] = set()
+    while True:
+        if (x := draw()) not in seen:
+            seen.add(x)
+            yield x
+
+
+KINDS = {"words": words, "numbers": numbers, "uuids": uuids}

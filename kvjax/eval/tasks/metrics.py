@@ -1,0 +1,208 @@
+"""Scores of a generated text, 0 to 1, each as the public implementation that published numbers come from.
+
+Where an implementation has quirks that change numbers, they are kept and named: comparability is the point.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks.case import Ask
+
+Metric = Callable[[str, Ask], float]
+Pair = Callable[[str, str], float]
+
+
+def library(name: str) -> Any:
+    """A module of the optional extra `eval`; raises KvjaxError with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise KvjaxError(f'this metric needs the package of {name!r}: pip install "kvjax[eval]"') from e
+
+
+def best(pair: Pair) -> Metric:
+    """The best score over the references, 0 without any."""
+    return lambda text, ask: max((float(pair(text, r)) for r in ask.references), default=0.0)
+
+
+def first_line(metric: Metric) -> Metric:
+    """Scores the first line that is not empty: LongBench's eval.py for trec, triviaqa and samsum."""
+    return lambda text, ask: metric(text.lstrip("\n").split("\n")[0], ask)
+
+
+def exact(text: str, reference: str) -> float:
+    """Equality, white space at both ends aside."""
+    return float(text.strip() == reference.strip())
+
+
+def contains_all(text: str, ask: Ask) -> float:
+    """The share of references that occur in the text, in any case (RULER's string_match_all)."""
+    return sum(r.lower() in text.lower() for r in ask.references) / max(1, len(ask.references))
+
+
+def contains(text: str, reference: str) -> float:
+    """Whether the reference occurs in the text, in any case (RULER's string_match_part, one reference)."""
+    return float(reference.lower() in text.lower())
+
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalised(text: str) -> list[str]:
+    """Words in lower case without punctuation and articles (SQuAD's normalisation, as LongBench uses it)."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
+
+
+def qa_f1(text: str, reference: str) -> float:
+    """F1 of the two bags of normalised words (LongBench's qa_f1_score)."""
+    said, right = normalised(text), normalised(reference)
+    common = sum((collections.Counter(said) & collections.Counter(right)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(said), common / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """ROUGE-L F1 as LongBench's rouge_score has it: that of the package `rouge` 1.0.1, with its choices.
+
+    Sentences end at ".", words are split at white space in their own case, and the union of the longest common
+    subsequences of all pairs of sentences is counted in distinct words. `rouge-score` lowers, drops what is not a
+    letter or digit, and takes one subsequence of all words with repetitions, so its numbers are others.
+    """
+    said, right = _sentences(text), _sentences(reference)
+    if not said or not right:
+        return 0.0
+    shared: set[str] = set()
+    for r in right:
+        for s in said:
+            shared.update(_common(r, s))
+    precision = len(shared) / len({w for s in said for w in s})
+    recall = len(shared) / len({w for r in right for w in r})
+    return 2.0 * (precision * recall / (precision + recall + 1e-8))
+
+
+def _sentences(text: str) -> list[list[str]]:
+    return [part.split() or [""] for part in text.split(".") if part]  # white space alone counts as one empty word
+
+
+def _common(x: Sequence[str], y: Sequence[str]) -> list[str]:
+    """A longest common subsequence; of several the one found from the end, leaving out of y first."""
+    table = [[0] * (len(y) + 1)]
+    for a in x:
+        above, row = table[-1], [0]
+        for j, b in enumerate(y):
+            row.append(above[j] + 1 if a == b else max(above[j + 1], row[j]))
+        table.append(row)
+    i, j, out = len(x), len(y), []
+    while i and j:
+        if x[i - 1] == y[j - 1]:
+            i, j = i - 1, j - 1
+            out.append(x[i])
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return out
+
+
+def classification(text: str, ask: Ask) -> float:
+    """1 / (classes named) if the right one is among them (LongBench's classification_score).
+
+    A class that is part of the right one's name does not count; as there, the one after it is then not looked at.
+    """
+
+    def pair(text: str, reference: str) -> float:
+        named = [c for c in ask.options if c in text]
+        for c in named:  # removing while iterating skips the next one: so do the published numbers
+            if c in reference and c != reference:
+                named.remove(c)
+        return 1.0 / len(named) if reference in named else 0.0
+
+    return best(pair)(text, ask)
+
+
+def count(text: str, reference: str) -> float:
+    """The share of the numbers in the text that are the reference (LongBench's count_score)."""
+    numbers = re.findall(r"\d+", text)
+    return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
+
+
+def retrieval(text: str, reference: str) -> float:
+    """`count` of the reference's number, "Paragraph 7" (LongBench's retrieval_score); raises without one."""
+    found = re.search(r"Paragraph (\d+)", reference)
+    if not found:
+        raise KvjaxError(f"a retrieval reference must read like 'Paragraph 7', got {reference!r}")
+    return count(text, found[1])
+
+
+def edit_similarity(text: str, reference: str) -> float:
+    """Similarity of the first line that is not a comment to the reference line (LongBench's code_sim_score).
+
+    The Indel similarity in whole percent, as fuzzywuzzy has it with python-Levenshtein; without that package it falls
+    back to difflib's ratio, which is never larger.
+    """
+    lines = text.lstrip("\n").split("\n")
+    line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
+    return round(library("rapidfuzz").fuzz.ratio(line, reference)) / 100
+
+
+def _gsm8k(text: str, reference: str, pattern: str, which: int) -> float:
+    """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns."""
+    found = re.findall(pattern, text)
+    said = found[which] if found else "[invalid]"
+    if isinstance(said, tuple):
+        said = next(filter(None, said), "[invalid]")
+    for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
+        said, reference = re.sub(ignored, "", said.strip()), re.sub(ignored, "", reference)
+    return float(said.lower() == reference.lower())
+
+
+def gsm8k_strict(text: str, reference: str) -> float:
+    """Whether the first number after "#### " is the reference's; the reference is the whole answer or its number."""
+    return _gsm8k(text, reference, r"#### (\-?[0-9\.\,]+)", 0)
+
+
+def gsm8k_flexible(text: str, reference: str) -> float:
+    """Whether the last number of the text is the reference's."""
+    return _gsm8k(text, reference, r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1)
+
+
+@functools.cache
+def _scorer(kind: str) -> Any:
+    return library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
+
+
+def rouge_score(kind: str) -> Metric:
+    """F1 of `rouge-score` with stemming, as HELM summarisation has it; kind: "rouge1", "rouge2", "rougeL"."""
+    return best(lambda text, reference: _scorer(kind).score(reference, text.strip())[kind].fmeasure)
+
+
+METRICS: dict[str, Metric] = {
+    "exact": best(exact),
+    "contains_all": contains_all,
+    "contains_any": best(contains),
+    "qa_f1": best(qa_f1),
+    "rouge_l": best(rouge_l),
+    "classification": classification,
+    "qa_f1_line": first_line(best(qa_f1)),
+    "rouge_l_line": first_line(best(rouge_l)),
+    "classification_line": first_line(classification),
+    "retrieval": best(retrieval),
+    "count": best(count),
+    "edit_similarity": best(edit_similarity),
+    "gsm8k_strict": best(gsm8k_strict),
+    "gsm8k_flexible": best(gsm8k_flexible),
+    "rouge_xsum_1": rouge_score("rouge1"),
+    "rouge_xsum_2": rouge_score("rouge2"),
+    "rouge_xsum_l": rouge_score("rougeL"),
+}
+"""(text generated, cut at the ask's stop; ask) -> score from 0 to 1."""

@@ -1,0 +1,57 @@
+"""All tasks by name, and the cases of a choice of them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks.case import Case, Maker, Spec
+from kvjax.models.model import Model
+
+
+def makers() -> dict[str, Maker]:
+    """Name -> maker of every task, those without a download first."""
+    from kvjax.eval.tasks.public import PUBLIC
+    from kvjax.eval.tasks.synthetic import SYNTHETIC
+
+    return {**SYNTHETIC, **PUBLIC}
+
+
+def described() -> dict[str, str]:
+    """Name -> the first line of the maker's docstring."""
+    return {name: (inspect.getdoc(maker) or "").partition("\n")[0] for name, maker in makers().items()}
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """Task names, each once; a name like "ruler" stands for all "ruler.*". Raises KvjaxError with the nearest name."""
+    known = list(makers())
+    if not names:
+        raise KvjaxError(f"no task was named; for example {known[0]!r}, and `kvjax eval --list` lists them all")
+    found = [t for name in names for t in _matching(name, known)]
+    return list(dict.fromkeys(found))
+
+
+def _matching(name: str, known: Sequence[str]) -> list[str]:
+    if name in known:
+        return [name]
+    family = [t for t in known if t.startswith(f"{name}.")]
+    if not family:
+        families = dict.fromkeys(t.partition(".")[0] for t in known)
+        close = difflib.get_close_matches(name, [*families, *known], 1, 0.5)
+        nearest = f"; did you mean {close[0]!r}?" if close else ""
+        raise KvjaxError(f"unknown task {name!r}{nearest}; `kvjax eval --list` lists them all")
+    return family
+
+
+def cases(model: Model, names: Sequence[str], spec: Spec) -> list[Case]:
+    """The cases of all named tasks, in order; raises KvjaxError for an unknown name and what the makers raise."""
+    known = makers()
+    found = [case for name in expand(names) for case in known[name](model, spec)]
+    seen: set[tuple[str, str]] = set()
+    for case in found:
+        if (case.task, case.key) in seen:
+            raise KvjaxError(f"task {case.task!r} made two cases with the key {case.key!r}; a key names one instance")
+        seen.add((case.task, case.key))
+    return found

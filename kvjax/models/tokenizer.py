@@ -1,0 +1,61 @@
+"""Text to token ids and back, through the `tokenizers` library and a directory's `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+
+from kvjax.core.types import KvjaxError
+
+FILE = "tokenizer.json"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+REMEDY = """make {file} once, where transformers and sentencepiece are installed:
+    from transformers import AutoTokenizer
+    AutoTokenizer.from_pretrained("{dir}").save_pretrained("{dir}")"""
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` without truncation and padding, which a cache must never see."""
+
+    def __init__(self, inner: tokenizers.Tokenizer):
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """Reads `tokenizer.json`; raises KvjaxError if it is damaged or absent, and says how to make it."""
+        path = Path(directory)
+        file = path / FILE
+        if not file.is_file():
+            for name in SENTENCEPIECE:
+                if (path / name).is_file():
+                    remedy = REMEDY.format(file=FILE, dir=path)
+                    raise KvjaxError(f"{path} has only the SentencePiece tokenizer {name}; {remedy}")
+            raise KvjaxError(f"{path} has no {FILE}; copy the model's {FILE} there, or pass token ids instead of text")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except Exception as e:  # the library raises bare Exception
+            raise KvjaxError(f"{file} is not a tokenizer that `tokenizers` can read ({e}); copy it again") from e
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, added tokens included."""
+        return self.inner.get_vocab_size()
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Text -> ids; with `special_tokens`, those that the tokenizer's own post-processor adds (bos, say)."""
+        return self.inner.encode(text, add_special_tokens=special_tokens).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Ids -> text; special tokens are left out unless asked for."""
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int:
+        """The id of one token of the vocabulary; raises KvjaxError if there is none."""
+        found = self.inner.token_to_id(token)
+        if found is None:
+            raise KvjaxError(f"{token!r} is not in the vocabulary of {self.vocab_size} tokens; spell it as {FILE} does")
+        return found

@@ -1,0 +1,53 @@
+"""Prompts -> left-aligned token arrays, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.types import KvjaxError
+from kvjax.models.model import Model
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
+
+BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
+
+
+def round_up(n: int, to: int = BUCKET) -> int:
+    """The next multiple of `to`."""
+    return -(-n // to) * to
+
+
+def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
+    """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if len(prompts) == 0:
+        raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
+    ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
+    for i, row in enumerate(ids):
+        if not row:
+            raise KvjaxError(f"prompt {i} is empty; a prompt needs at least one token")
+        bad = next((t for t in row if not 0 <= t < model.config.vocab_size), None)
+        if bad is not None:
+            raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
+    return ids
+
+
+def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:
+    row = np.asarray(prompt)
+    if row.size == 0:
+        return []
+    if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+        raise KvjaxError(f"a prompt is a text or a flat list of integer ids, got shape {row.shape} of {row.dtype}")
+    return row.tolist()
+
+
+def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of ids -> (tokens i32[B T] padded on the right with 0, lengths i32[B])."""
+    lengths = np.array([len(r) for r in ids], np.int32)
+    tokens = np.zeros((len(ids), width or round_up(int(lengths.max()))), np.int32)
+    for row, r in zip(tokens, ids, strict=True):
+        row[: len(r)] = r
+    return tokens, lengths

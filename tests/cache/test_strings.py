@@ -1,0 +1,73 @@
+"""Method strings and composition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvjax.cache import Method, compose, parse, parse_many
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.read.readers import TopV
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods import zoo
+from kvjax.testing import toy_model
+
+
+def test_a_string_is_the_call():
+    assert parse("full") == zoo.full()
+    assert parse(" kcache : n=64 , device_layers=2 ") == zoo.kcache(n=64, device_layers=2)
+    assert parse("kcache:renormalise=true,granularity=kv") == zoo.kcache(renormalise=True, granularity="kv")
+    assert parse("kcache") == zoo.kcache()
+    assert [m.name for m in parse_many("full; kcache:n=64;")] == ["full", "kcache:n=64"]
+
+
+def test_the_papers_defaults():
+    assert zoo.kcache() == Method(v=Host(Plain()), read=TopV(128), device_layers=1)
+
+
+def test_a_plus_composes():
+    both = parse("offload + kcache:n=8")
+    assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopV(8), device_layers=1)
+    assert both.name == "offload + kcache:n=8"
+    assert compose(zoo.full(), zoo.kcache()) == zoo.kcache() == compose(zoo.kcache(), zoo.full())
+
+
+def test_two_fillings_of_one_slot_are_refused():
+    with pytest.raises(IncompatibleMethod, match="kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+        parse("kcache:n=8 + kcache:n=9")
+
+
+def test_the_plan_keeps_the_first_layers_on_the_device():
+    plan = zoo.kcache(n=8, device_layers=2).plan(toy_model().config)
+    assert plan == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
+    assert dataclasses.replace(zoo.kcache(), device_layers=0).plan(toy_model(layers=1).config)[0].uses_host
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kcach:n=3", "unknown method 'kcach'; did you mean 'kcache'"),
+        ("zzz", "unknown method 'zzz'; `kvjax methods` lists"),
+        ("kcache:m=3", "no parameter 'm'"),
+        ("kcache:device_layer=1", "did you mean 'device_layers'"),
+        ("kcache:n", "needs a value, as in n=128"),
+        ("kcache:n=many", "'n' of kcache is int, got 'many' .default 128"),
+        ("kcache:renormalise=maybe", "'renormalise' of kcache is bool"),
+        ("full:n=3", "full has no parameter 'n'; it has none"),
+        ("full +", "unknown method ''"),
+    ],
+)
+def test_a_wrong_string_names_the_nearest(text, says):
+    with pytest.raises(KvjaxError, match=says):
+        parse(text)
+
+
+def test_no_method_is_an_error():
+    with pytest.raises(KvjaxError, match="no method in"):
+        parse_many(" ; ")
+
+
+def test_every_recipe_has_a_source_and_a_summary():
+    for r in zoo.RECIPES.values():
+        assert r.source and r.summary.endswith(".") and r.make().name == r.name

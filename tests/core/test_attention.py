@@ -1,0 +1,98 @@
+"""Partials merge exactly, and blockwise prefill attention is dense attention without the S x S array."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.core.attention import NEG, Partial, causal, merge, partial, scores, visible
+from kvjax.testing import dense_attention
+
+B, K, G, H = 2, 2, 3, 4
+
+
+def qkv(T: int, S: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, K, G, T, H), (B, K, S, H), (B, K, S, H)))
+
+
+def expected(q, k, v, q_pos, window=None) -> np.ndarray:
+    rows = [
+        dense_attention(np.asarray(q[b]).reshape(K * G, -1, H), np.asarray(k[b]), np.asarray(v[b]), q_pos, window)
+        for b in range(B)
+    ]
+    return np.stack(rows).reshape(q.shape)
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [1, 2, 9]])
+def test_any_partition_of_the_slots_merges_to_dense_attention(cuts):
+    q, k, v = qkv(2, 10)
+    q_pos = jnp.full((B, 2), 9)
+    edges = [0, *cuts, 10]
+    parts = [partial(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    np.testing.assert_allclose(merge(parts), expected(q, k, v, np.asarray(q_pos[0])), atol=1e-6)
+
+
+def test_slots_that_nothing_sees_change_nothing():
+    q, k, v = qkv(1, 6)
+    part = partial(scores(q, k), v)
+    hidden = partial(jnp.full((B, K, G, 1, 5), NEG), jnp.full((B, K, 5, H), 1e3))
+    np.testing.assert_array_equal(merge([part, hidden]), merge([part]))
+    assert not np.any(merge([hidden, hidden]))
+
+
+def test_logits_of_thousands_do_not_overflow():
+    o = jnp.ones((1, 1, 1, 1, H))
+    far = Partial(o, jnp.full((1, 1, 1, 1), 3e4), jnp.ones((1, 1, 1, 1)))
+    near = Partial(2 * o, jnp.full((1, 1, 1, 1), -3e4), jnp.ones((1, 1, 1, 1)))
+    np.testing.assert_array_equal(merge([far, near]), o)
+
+
+@pytest.mark.parametrize("groups", [1, 20])  # few queries and many take different products
+def test_scores_are_scaled_dot_products(groups):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(1, 2, groups, 1, H)), rng.normal(size=(1, 2, 5, H))
+    want = np.einsum("bkgth,bksh->bkgts", q, k) / 2
+    np.testing.assert_allclose(scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)), want, atol=1e-6)
+
+
+def test_visible_is_filled_past_and_inside_the_window():
+    pos = jnp.array([[[0, 3, -1, 7, 8]]])
+    seen = visible(pos, jnp.array([[7]]))[0, 0, 0, 0].tolist()
+    assert seen == [True, True, False, True, False]
+    assert visible(pos, jnp.array([[7]]), 4)[0, 0, 0, 0].tolist() == [False, False, False, True, False]
+    assert visible(pos, jnp.array([[7]]), 5)[0, 0, 0, 0].tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("block", [1, 4, 5, 64])
+@pytest.mark.parametrize("window", [None, 1, 6])
+def test_blockwise_causal_attention_is_dense(block, window):
+    q, k, v = qkv(13, 13)
+    np.testing.assert_allclose(
+        causal(q, k, v, window=window, block=block), expected(q, k, v, np.arange(13), window), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_a_chunk_at_an_offset_sees_all_before_it_and_nothing_after(start):
+    q, k, v = qkv(4, 16)
+    out = jax.jit(lambda s: causal(q, k, v, s, block=4))(start)
+    np.testing.assert_allclose(out, expected(q, k, v, start + np.arange(4)), atol=1e-6)
+
+
+def test_memory_of_blockwise_attention_has_no_square_array():
+    T = 2048
+    shape = jax.ShapeDtypeStruct((1, 1, 1, T, 8), jnp.float32)
+    kv = jax.ShapeDtypeStruct((1, 1, T, 8), jnp.float32)
+    compiled = jax.jit(lambda q, k, v: causal(q, k, v, block=128)).lower(shape, kv, kv).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T * 4 / 8
+
+
+def test_it_is_differentiable():
+    q, k, v = qkv(9, 9)
+    got = jax.grad(lambda q: jnp.sum(causal(q, k, v, block=4) ** 2))(q)
+    eps, direction = 1e-3, jnp.ones_like(q)
+    f = lambda s: float(jnp.sum(causal(q + s * direction, k, v, block=4) ** 2))  # noqa: E731
+    np.testing.assert_allclose(float(jnp.vdot(got, direction)), (f(eps) - f(-eps)) / (2 * eps), rtol=2e-2)

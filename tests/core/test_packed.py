@@ -1,0 +1,236 @@
+"""The kernel over packed keys and values, in interpret mode, against loops in NumPy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from kvjax.core.kernels import packed
+from kvjax.core.kernels.packed import Codes
+from kvjax.core.types import KvjaxError
+
+EMPTY = -1e29  # below this, a maximum is that of no scores at all
+# An interpreted kernel is a large program that runs for milliseconds: optimising it would take most of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Case(NamedTuple):
+    """Sizes of a test; axis letters as everywhere."""
+
+    bits: int
+    group: int  # slots of keys
+    v_group: int  # channels of values
+    S: int
+    H: int = 64
+    G: int = 1
+    T: int = 1
+    K: int = 1
+    dtype: Any = jnp.float32
+    scales: Any = jnp.float32
+    window: int | None = None
+    heads: bool = False  # whether each head has its own pos
+    splits: int | None = None
+
+
+class Data(NamedTuple):
+    """What `attend` takes, and the codes as plain numbers."""
+
+    args: tuple
+    k_codes: np.ndarray  # [B K S H]
+    v_codes: np.ndarray
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [B K S H] -> words, token by token."""
+    B, K, S, H = codes.shape
+    per = 32 // bits
+    words = np.zeros((B, K, S // per, H), np.uint32)
+    for s in range(S):
+        words[:, :, s // per] |= codes[:, :, s].astype(np.uint32) << np.uint32(bits * (s % per))
+    return words
+
+
+@functools.cache
+def make(c: Case, B: int = 4) -> Data:
+    """Random numbers; nothing is settled in the first row, everything in the second, the third ends within a word.
+
+    Values of slots that nobody may see hold infinities and NaN, and so do keys of groups that are not settled.
+    """
+    rng = np.random.default_rng(c.bits * 1000 + c.H)
+    codes = [rng.integers(0, 2**c.bits, (B, c.K, c.S, c.H)) for _ in "kv"]
+    settled = np.array([0, c.S, c.S - c.group - 3, c.group])[:B].astype(np.int32)
+    pos = np.broadcast_to(np.arange(c.S, dtype=np.int32), (B, c.K if c.heads else 1, c.S)).copy()
+    pos[rng.random(pos.shape) < 0.2] = -1
+    q_pos = (np.array([c.S, c.S // 2, c.S, c.S])[:B, None] + np.arange(c.T)).astype(np.int32)
+    step = 3.0 / (2**c.bits - 1)  # numbers between about -1.5 and 1.5
+
+    def affine(*shape):
+        scale = rng.uniform(0.5, 1.0, shape) * step
+        return [np.array(jnp.asarray(x, c.scales)) for x in (scale, rng.uniform(-1.5, -0.5, shape))]
+
+    k = affine(B, c.K, c.S // c.group, c.H)
+    v = affine(B, c.K, c.S, c.H // c.v_group)
+    dead = (pos < 0) | (np.arange(c.S) >= settled[:, None, None])
+    dead = np.broadcast_to(dead, (B, c.K, c.S))
+    v[0][dead], v[1][dead] = np.inf, np.nan
+    for b in range(B):
+        k[0][b, :, -(-settled[b] // c.group) :], k[1][b, :, -(-settled[b] // c.group) :] = np.inf, np.nan
+    q = jnp.asarray(rng.normal(size=(B, c.K, c.G, c.T, c.H)), c.dtype)
+    k, v = (Codes(*map(jnp.asarray, (pack(x, c.bits), *y))) for x, y in zip(codes, (k, v), strict=True))
+    return Data((q, k, v, *map(jnp.asarray, (pos, q_pos, settled))), *codes)
+
+
+@functools.cache
+def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(o, m, l) in float64, query by query and slot by slot."""
+    data = make(c)
+    q, k, v, pos, q_pos, settled = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), data.args)
+    B, K, G, T, H = q.shape
+    o, m, l = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf), np.zeros(q.shape[:-1])
+    for b, n, g, t in np.ndindex(B, K, G, T):
+        scores, rows = [], []
+        for s in range(int(settled[b])):
+            at, now = pos[b, n if c.heads else 0, s], q_pos[b, t]
+            if at < 0 or at > now or (c.window is not None and at <= now - c.window):
+                continue
+            key = data.k_codes[b, n, s] * k.scale[b, n, s // c.group] + k.lo[b, n, s // c.group]
+            of = np.arange(H) // c.v_group
+            rows.append(data.v_codes[b, n, s] * v.scale[b, n, s, of] + v.lo[b, n, s, of])
+            scores.append(q[b, n, g, t] @ key / np.sqrt(H))
+        if scores:
+            m[b, n, g, t] = max(scores)
+            p = np.exp(np.array(scores) - m[b, n, g, t])
+            o[b, n, g, t], l[b, n, g, t] = p @ np.array(rows), p.sum()
+    return o, m, l
+
+
+@functools.cache
+def program(c: Case, B: int = 4, attend=packed.attend):
+    """What runs a case, compiled."""
+    run = functools.partial(attend, bits=c.bits, window=c.window, splits=c.splits, interpret=True)
+    return jax.jit(run).lower(*make(c, B).args).compile(compiler_options=QUICK)
+
+
+def check(partial, wanted, tolerance: float) -> None:
+    """The partial is finite and gives the wanted output, maximum and sum."""
+    o, m, l = (np.asarray(x, np.float64) for x in partial)
+    assert all(np.isfinite(x).all() for x in (o, m, l))
+    none = np.isneginf(wanted[1])
+    assert (m[none] < EMPTY).all() and (l[none] == 0).all() and (o[none] == 0).all()
+    some = ~none
+    assert some.any() and none.any()
+    np.testing.assert_allclose(m[some], wanted[1][some], atol=4 * tolerance)
+    scale = np.exp(m[some] - wanted[1][some])  # another maximum is as good, if o and l go with it
+    np.testing.assert_allclose(l[some] * scale, wanted[2][some], rtol=4 * tolerance)
+    exact = wanted[0][some] / wanted[2][some][:, None]
+    np.testing.assert_allclose(o[some] / l[some][:, None], exact, atol=tolerance)
+
+
+CASES = {
+    "1 bit": Case(1, 64, 32, S=320, K=2, heads=True),
+    "1 bit, groups smaller than words": Case(1, 16, 64, S=288, T=2, dtype=jnp.bfloat16, scales=jnp.bfloat16),
+    "2 bits": Case(2, 32, 80, S=288, H=80, G=4, T=2, window=70),
+    "2 bits, bfloat16": Case(2, 64, 64, S=320, H=128, G=4, dtype=jnp.bfloat16, scales=jnp.bfloat16),
+    "2 bits, float16": Case(2, 16, 40, S=144, H=80, dtype=jnp.float16, scales=jnp.float16, window=50),
+    "4 bits": Case(4, 32, 32, S=160, G=4, T=2, K=2, scales=jnp.bfloat16, splits=2),
+    "4 bits, bfloat16": Case(4, 64, 32, S=192, T=2, dtype=jnp.bfloat16, window=40),
+    "8 bits": Case(8, 64, 64, S=192, T=2, scales=jnp.float16),
+    "8 bits, bfloat16": Case(8, 16, 64, S=80, G=4, K=2, dtype=jnp.bfloat16, scales=jnp.bfloat16, heads=True),
+    "8 bits, float16, 10 queries": Case(8, 32, 32, S=96, G=5, T=2, dtype=jnp.float16),
+}
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_loops(name):
+    c = CASES[name]
+    data = make(c)
+    check(program(c)(*data.args), oracle(c), TOLERANCE[jnp.dtype(c.dtype).name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_equals_loops(name):
+    c = CASES[name]
+    data = make(c)
+    check(program(c, attend=packed.reference)(*data.args), oracle(c), 1e-5)
+
+
+SMALL = Case(8, 16, 16, S=160, H=16, dtype=jnp.bfloat16)
+
+
+def test_splits_share_the_slots():
+    data = make(SMALL)
+    wanted = oracle(SMALL)
+    for splits in (1, 3, 9):  # all blocks; some; more programs than blocks
+        check(program(SMALL._replace(splits=splits))(*data.args), wanted, TOLERANCE["bfloat16"])
+
+
+def test_a_row_is_the_same_alone():
+    data = make(SMALL)
+    together = program(SMALL)(*data.args)
+    for b in (1, 2):
+        args = jax.tree.map(lambda x, b=b: x[b : b + 1], data.args)
+        for x, y in zip(program(SMALL, 1)(*args), together, strict=True):
+            np.testing.assert_array_equal(x, y[b : b + 1])
+
+
+def test_without_slots_there_is_nothing_to_see():
+    q, k, v, pos, q_pos, settled = make(SMALL).args
+    k, v = (Codes(x.words[:, :, :0], x.scale[:, :, :0], x.lo[:, :, :0]) for x in (k, v))
+    for attend in (packed.attend, packed.reference):
+        o, m, l = attend(q, k, v, pos[:, :, :0], q_pos, settled, bits=8)
+        assert (o.shape, m.shape) == (q.shape, q.shape[:-1])
+        assert (m < EMPTY).all() and not l.any() and not o.any()
+
+
+def test_packing_holds_tokens_of_one_channel_from_the_lowest_bit():
+    codes = np.zeros((1, 1, 16, 16), np.int64)
+    codes[0, 0, 0, 3], codes[0, 0, 5, 3], codes[0, 0, 15, 7] = 1, 2, 3
+    words = pack(codes, 2)
+    assert words[0, 0, 0, 3] == 1 + (2 << 10) and words[0, 0, 0, 7] == 3 << 30
+    one, zero = (jnp.full((1, 1, 1, 16), x, jnp.float32) for x in (1, 0))
+    np.testing.assert_array_equal(packed.keys(Codes(jnp.asarray(words), one, zero), 2), codes)
+
+
+def changed(**changes):
+    """The arguments of the small case with some of them replaced."""
+    q, k, v, pos, q_pos, settled = make(SMALL).args
+    return {"q": q, "k": k, "v": v, "pos": pos, "q_pos": q_pos, "settled": settled, "bits": 8, **changes}
+
+
+def test_errors_name_the_value():
+    args = changed()
+    k, v = args["k"], args["v"]
+    wrong = {
+        "bits must be 1, 2, 4 or 8, got 3": {"bits": 3},
+        "multiple of 16 up to 256, got 12": {"q": args["q"][..., :12]},
+        r"pos must be \(4, 1, 160\)": {"pos": args["pos"][:, :, 1:]},
+        r"words must be \(4, 1, 40, 16\).* got .*\(4, 1, 39, 16\)": {"v": v._replace(words=v.words[:, :, 1:])},
+        "160 slots do not fall into 9 equal groups": {"k": k._replace(scale=k.scale[:, :, 1:])},
+        r"scale and lo of keys must be \(4, 1, 10, 16\)": {"k": k._replace(lo=k.lo[:, :, 1:])},
+        r"scale and lo of values must be \(4, 1, 160, 1\)": {"v": v._replace(lo=v.lo[:, :, 1:])},
+        "words must be uint32, got int32": {"k": k._replace(words=k.words.astype(jnp.int32))},
+    }
+    for message, changes in wrong.items():
+        for attend in (packed.attend, packed.reference):
+            with pytest.raises(KvjaxError, match=message):
+                attend(**changed(**changes))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_lowers_for_cuda_without_a_device(dtype):
+    """Into a Triton program; whether that compiles is seen on a GPU only."""
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    run = jax.jit(functools.partial(packed.attend, bits=2))
+    args = make(Case(2, 64, 40, S=320, H=80, G=4, K=2, dtype=dtype)).args
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        text = run.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in text and "packed_attention" in text
