@@ -1,15 +1,24 @@
 """kvjax: the JAX/Flax home of KV-cache methods."""
 
-from kvjax.cache import Method, State, compose, kept_positions, parse, parse_many, planned_bytes, state_bytes
+from kvjax import zoo
+from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.compose import compose
+from kvjax.cache.contract import Cache
+from kvjax.cache.contract import Cache as State
+from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, KvjaxError
-from kvjax.methods import zoo
-from kvjax.models import Config
+from kvjax.methods.strings import name_of, parse, parse_many
+from kvjax.models.config import Config
 from kvjax.models.model import Model, load, random_model
-from kvjax.run.api import extend, logits, prefill, score
+from kvjax.run.calls import extend, logits, prefill, score
+from kvjax.run.context import Context, read
 from kvjax.run.generate import Result, generate, stream
+from kvjax.run.planned import planned_bytes
 
 __all__ = [
+    "Cache",
     "Config",
+    "Context",
     "IncompatibleMethod",
     "KvjaxError",
     "Method",
@@ -22,11 +31,13 @@ __all__ = [
     "kept_positions",
     "load",
     "logits",
+    "name_of",
     "parse",
     "parse_many",
     "planned_bytes",
     "prefill",
     "random_model",
+    "read",
     "score",
     "state_bytes",
     "stream",

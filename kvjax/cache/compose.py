@@ -16,12 +16,9 @@ def compose(a: Method, b: Method) -> Method:
     A codec and a placement combine (`Host(Plain())` with an `x` on the device is `Host(x)`).
     """
     for x, y in ((a, b), (b, a)):
-        if not getattr(x, "composable", False):
-            if y == Method():
-                return x
+        if not isinstance(x, Method):
             raise IncompatibleMethod(
-                f"{x.name or x} decides itself, at every step, what is kept and read, so {y.name or y} finds no slot "
-                "to fill; leave one of them out"
+                f"{x} is no kvjax.Method, so {_called(y)} finds no slot of it to fill; leave one of them out"
             )
     default = Method()
     merged: dict[str, Any] = {}
@@ -35,7 +32,7 @@ def compose(a: Method, b: Method) -> Method:
             merged[field.name] = y if x == empty else x
         else:
             raise _clash(field.name, x, y, a, b)
-    return Method(**merged, name=" + ".join(m.name for m in (a, b) if m.name))
+    return Method(**merged, recipe=" + ".join(m.recipe for m in (a, b) if m.recipe))
 
 
 def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
@@ -48,6 +45,10 @@ def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
 
 def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> IncompatibleMethod:
     return IncompatibleMethod(
-        f"{a.name or a} and {b.name or b} both fill the slot `{slot}`: {x} and {y}; "
+        f"{_called(a)} and {_called(b)} both fill the slot `{slot}`: {x} and {y}; "
         f"leave one of them out, or set the slot with dataclasses.replace"
     )
+
+
+def _called(method: Any) -> str:
+    return getattr(method, "recipe", "") or str(method)

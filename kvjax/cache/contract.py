@@ -1,29 +1,144 @@
-"""The KV cache as a pytree: of one layer, and of a model."""
+"""The contract between the decoder and a KV-cache method: everything that one may ask of the other stands here.
+
+A method is bound to each layer of a model. The bound layer turns a prompt's keys and values into a state, and attends
+fresh tokens to that state. The decoder knows nothing else of it, and a method knows of the model what `LayerSpec` says.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
-from kvjax.core.types import Array, pytree
+import jax.numpy as jnp
+
+from kvjax.core.attention import Pattern
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope
+from kvjax.core.types import Array, Block, pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model, as far as methods may know it.
+
+    kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
+    """
+
+    index: int  # 0 for the first layer
+    layers: int  # L
+    kv_heads: int  # K
+    groups: int  # G, query heads per key/value head
+    head_dim: int  # H
+    window: int | None  # the layer's sliding window: so many last positions, itself included, are visible
+    rope: Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a bound method asks of the decoder, beside keys, values and queries of fresh tokens.
+
+    queries: how many of a row's last prompt queries `Layer.prefill` wants to see; None: all of them.
+    chunk: above 0, the prompt's own attention goes through the method: it is fed to `Layer.extend`, so many tokens at
+    a time, from the state that `Layer.prefill` makes of a block without slots.
+    guesses: tokens that each decode step carries beside the true one, a guess of what follows (SpeCache).
+    all_layers: how many tokens a layer keeps is known only when all layers have seen the prompt; see `MeasuredLayer`.
+    pattern: what the prompt's own queries read; None: every token before them.
+    """
+
+    queries: int | None = 0
+    chunk: int = 0
+    guesses: int = 0
+    all_layers: bool = False
+    pattern: Pattern | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What reports may say of a method without running it."""
+
+    evicts: bool = False  # some tokens are lost for good
+    exact: bool = False  # attention is that of the full cache
+    constant: bool = False  # the state's size does not grow with the text
+    host: bool = False  # something lives in host memory
+    after_prompt: bool = False  # what stays is decided when the prompt ends, before later questions are known
+
+
+class Layer(Protocol):
+    """A method bound to one layer: frozen and hashable. Its state is any pytree, returned and never assigned to."""
+
+    needs: Needs
+
+    def slots(self, prompt: int, room: int) -> int:
+        """Slots for a row whose prompt has so many tokens, with room for so many more."""
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+        """The state after a prompt: block [B K T H], rows left-aligned, of which `slots` slots have to be held."""
+
+    def extend(self, state: Any, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Any, Any]:
+        """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
+
+        q [B K G T H]; fresh [B K T H] with pos i32[B 1 T], -1 for padding on the right. carry: what the layer below
+        hands up within this step, None in the first layer; arrays [B K T ...], each query its own. Returns (out
+        f32[B K G T H], the state, the carry for the layer above).
+        """
+
+    def positions(self, state: Any) -> Array:
+        """i32[B 1|K S]: the positions of the tokens that the state holds, -1 where there is none."""
+
+
+class MeasuredLayer(Layer, Protocol):
+    """A layer with `Needs.all_layers`: the tokens that it keeps are its share of what all layers keep together."""
+
+    def measure(self, block: Block, seen: Obs | None) -> Array:
+        """f32[B]: what the shares are made of, from this layer's prompt."""
+
+    def shares(self, measures: Array, lengths: Array) -> Array:
+        """Measures of all layers f32[L B], lengths of the prompts i32[B] -> tokens that each layer keeps, i32[L B]."""
+
+
+class KVMethod(Protocol):
+    """A KV-cache method: frozen and hashable, without arrays."""
+
+    traits: Traits
+
+    def bind(self, spec: LayerSpec) -> Layer:
+        """The method in one layer; raises KvjaxError for a model that it cannot serve."""
 
 
 @pytree
 class LayerState:
-    """The cache of one layer: what the codecs hold, and what the reader keeps beside it."""
+    """The state of one layer under `kvjax.Method`: what the codecs hold, and what the other slots keep beside it."""
 
-    k: Any  # stored by the method's key codec, S slots
-    v: Any  # stored by the method's value codec, S slots
+    k: Any  # stored by the key codec, S slots
+    v: Any  # stored by the value codec, S slots
     pos: Array  # i32[B 1|K S], original positions, -1 empty
-    n: Array  # i32[B], slots in use
+    n: Array | None = None  # i32[B], slots in use; None where a policy fills any empty slot
+    bias: Array | None = None  # f32[B K S], added to the logits
     aux: Any = None  # of the reader
-    seen: Any = None  # the latest queries, where the selection will be made again
+    marks: Any = None  # of the policy
+    apart: Any = None  # prompt tokens that are held apart from the slots
 
 
 @pytree
-class State:
-    """The cache of a model: one state per layer, and how many tokens of each row it has seen."""
+class Cache:
+    """The KV cache of a model: one state per layer, how many tokens each row has seen, and the plan that made it."""
 
-    layers: tuple[LayerState, ...]
+    layers: tuple[Any, ...]
     length: Array  # i32[B], also the position of the next token
     capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
+    plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
+    config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
+
+
+def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:
+    """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per row.
+
+    Room is counted in multiples of 16, so that similar prompts share one compiled program.
+    """
+    room = -(-(capacity - max(lengths)) // 16) * 16
+    return min(capacity, max(layer.slots(n, room) for n in set(lengths)))
+
+
+def last_positions(lengths: Array, n: int) -> Array:
+    """i32[B n]: the last n positions of rows of lengths i32[B], -1 where a row has fewer."""
+    return jnp.maximum(lengths[:, None] - n + jnp.arange(n, dtype=jnp.int32)[None], -1)

@@ -1,153 +1,289 @@
-"""A KV-cache method as a value: what becomes of a prompt's keys and values, and of each token after it."""
+"""A KV-cache method by slots: what becomes of a prompt's keys and values, and of each token after it."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
+from kvjax.cache.apart import Apart
+from kvjax.cache.contract import LayerSpec, LayerState, Needs, Traits
+from kvjax.cache.decode.policy import Policy, first_empty
 from kvjax.cache.hold.codecs import Codec, Host, Plain
-from kvjax.cache.read.readers import Full, Reader
-from kvjax.cache.select.eviction import Eviction
+from kvjax.cache.read.full import Full
+from kvjax.cache.read.reader import Reader
+from kvjax.cache.select.merge import Merge
+from kvjax.cache.select.represent import Represent
+from kvjax.cache.select.select import Select
+from kvjax.cache.select.shares import LayerShares
+from kvjax.cache.select.units import gather
 from kvjax.core import memory
-from kvjax.core.attention import attend_dense, combine, merge
+from kvjax.core.attention import Pattern, attend_dense, merge
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
-from kvjax.methods import recompress as again
-from kvjax.methods.kvcrush import Rest
-from kvjax.models.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What is stored where, and what a query reads; every combination is a value.
+    """What is stored where, and what a query reads: slots that compose, each with a default that changes nothing.
 
-    select: which of a prompt's tokens are kept at all; what is decoded is kept in any case, one row a token. rest: how
-    a share of the selection goes to tokens that stand for the lost ones. again: whenever so many tokens have been
-    decoded, select again (0: never). k, v: codecs of keys and values. read: which slots a query reads. device_layers:
-    so many first layers stay on the device and are read in full (KCache, section 4.1). name: how reports call it.
+    After the prompt. select: which of its tokens stay. represent: a share of these that stands for the lost ones.
+    merge: what of the lost is folded into those that stay. shares: how the budget is divided among all layers.
+    apart: tokens that are held in a store of their own, by head or in fewer bits.
+    While decoding. decode: the policy that says which tokens leave; without one, all that is decoded stays.
+    positions: "true", or "cache", where a token's position is its index among those held (StreamingLLM).
+    Holding and reading. k, v: codecs of keys and values, and where they lie. read: which slots a query reads.
+    attend: what the prompt's own attention reads; without one it is exact.
+    device_layers: so many first layers stay on the device and are read in full (KCache, section 4.1).
     """
 
-    select: Eviction | None = None
-    rest: Rest | None = None
+    select: Select | None = None
+    represent: Represent | None = None
+    merge: Merge | None = None
+    shares: LayerShares | None = None
+    apart: Apart | None = None
+    decode: Policy | None = None
+    positions: str = "true"
     k: Codec = Plain()
     v: Codec = Plain()
     read: Reader = Full()
-    again: int = 0
+    attend: Pattern | None = None
     device_layers: int = 0
-    name: str = dataclasses.field(default="", compare=False)
+    recipe: str = dataclasses.field(default="", compare=False)  # the string that made it; see `name`
 
     def __post_init__(self):
-        if self.again < 0:
-            raise KvjaxError(f"again must be 0 (never) or a number of tokens, got {self.again}")
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
-
-    restricted = False  # the prompt's attention is exact
-    composable = True  # its slots can be filled by another method
-
-    @property
-    def queries(self) -> int | None:
-        """How many of a row's last prompt queries `prefill` wants to see; None: all."""
-        return self.select.scorer.queries if self.select else 0
+        if self.positions not in ("true", "cache"):
+            raise KvjaxError(f"positions must be 'true' or 'cache', got {self.positions!r}")
 
     @property
-    def uses_host(self) -> bool:
-        """Whether any layer keeps something in host memory."""
-        return isinstance(self.k, Host) or isinstance(self.v, Host)
+    def traits(self) -> Traits:
+        """What reports may say of it."""
+        every = Method()
+        exact = dataclasses.replace(self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0)
+        return Traits(
+            evicts=self.select is not None or self.decode is not None,
+            exact=exact == every,
+            constant=self.decode is not None,
+            host=isinstance(self.k, Host) or isinstance(self.v, Host) or self.read.host,
+            after_prompt=self.select is not None,
+        )
 
-    @property
-    def lookahead(self) -> int:
-        """Guessed tokens that each decode step carries beside the true one."""
-        return self.read.lookahead
-
-    def plan(self, config: Config) -> tuple[Method, ...]:
-        """One method per layer."""
-        layers = config.layers
-        if self.device_layers > layers:
-            raise KvjaxError(f"device_layers={self.device_layers} but the model has {layers} layers; use 0..{layers}")
-        if self.rest and not self.select:
-            raise IncompatibleMethod(
-                f"{self.name or self.rest} spends a share of an eviction method's budget and has none to stand on; "
-                "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
+    def bind(self, spec: LayerSpec) -> MethodLayer:
+        """The method in one layer; raises for slots that cannot work together."""
+        if self.device_layers > spec.layers:
+            raise KvjaxError(
+                f"device_layers={self.device_layers} but the model has {spec.layers} layers; use 0..{spec.layers}"
             )
-        rest = dataclasses.replace(self, device_layers=0, name="")
-        first = dataclasses.replace(rest, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        plan = (first,) * self.device_layers + (rest,) * (layers - self.device_layers)
-        if self.select:
-            plan = tuple(dataclasses.replace(m, select=self.select.at(i, config)) for i, m in enumerate(plan))
-        if self.again:
-            for layer in plan:
-                again.check(layer)
-        return plan
+        here = dataclasses.replace(self, device_layers=0, recipe="")
+        if spec.index < self.device_layers:
+            here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        layer = MethodLayer(here, spec)
+        layer.check()
+        return layer
 
-    def kept(self, length: int) -> int:
-        """Slots that a prompt of this many tokens takes in this layer."""
-        return self.select.kept(length) if self.select else length
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None = None) -> LayerState:
-        """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries obs; `slots` are needed."""
-        if self.again:
-            slots = min(slots, self.select.target + self.again)
-        if self.select:
-            block = self.select(block, obs, min(slots, block.pos.shape[2]), self.rest)
-        grow = [(0, 0), (0, 0), (0, slots - block.pos.shape[2])]
-        k, v = (jnp.pad(x, [*grow, (0, 0)]) for x in (block.k, block.v))
-        block = Block(k, v, jnp.pad(block.pos, grow, constant_values=-1))
-        n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        k, v = self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos)
-        return LayerState(k, v, block.pos, n, self.read.begin(block), again.begin(obs) if self.again else None)
+@dataclasses.dataclass(frozen=True)
+class MethodLayer:
+    """A method bound to one layer: the `Layer` of the contract, by the method's slots."""
+
+    method: Method
+    spec: LayerSpec
+
+    @property
+    def k(self) -> Codec:
+        """How keys are held."""
+        return self.method.k
+
+    @property
+    def v(self) -> Codec:
+        """How values are held."""
+        return self.method.v
+
+    @property
+    def needs(self) -> Needs:
+        """What the slots ask of the decoder."""
+        m = self.method
+        asked = [0 if m.select is None else m.select.scorer.queries, 0 if m.decode is None else m.decode.queries]
+        asked += [x.queries for x in (m.apart, m.shares) if x is not None]
+        queries = None if None in asked else max(asked)
+        chunk = 0 if m.select else m.read.chunk
+        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend)
+
+    def check(self) -> None:
+        """Raises IncompatibleMethod for slots that cannot work together."""
+        m = self.method
+        for name in ("represent", "merge", "shares"):
+            slot = getattr(m, name)
+            if slot is not None and m.select is None:
+                raise IncompatibleMethod(
+                    f"{slot} (slot `{name}`) works on an eviction method's selection and has none to stand on; "
+                    "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
+                )
+        if m.positions == "cache" and m.decode is None:
+            raise IncompatibleMethod("positions inside the cache need a policy (slot `decode`), as `streaming_llm` has")
+        for name in ("k", "v", "read"):
+            slot = getattr(m, name)
+            if m.decode is not None and not slot.any_slot:
+                raise IncompatibleMethod(
+                    f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {slot}, cannot lose one: "
+                    "its groups of tokens share a scale or a summary; leave one of them out"
+                )
+        if m.apart is not None:
+            m.apart.check(self)
+        if m.decode is not None:
+            m.decode.check(self)
+
+    def kept(self, prompt: int) -> int:
+        """Most tokens that a prompt of this length leaves in this layer."""
+        m = self.method
+        kept = m.select.kept(prompt, self.spec) if m.select else prompt
+        return m.decode.kept(self, kept) if m.decode else kept
+
+    def slots(self, prompt: int, room: int) -> int:
+        """Slots for a prompt of so many tokens and so many more."""
+        if self.method.decode:
+            return self.method.decode.slots(self)
+        kept = self.kept(prompt)
+        return (self.method.apart.body(kept) if self.method.apart else kept) + room
+
+    def positions(self, state: LayerState) -> Array:
+        """i32[B 1|K S], of the tokens held."""
+        if state.apart is None:
+            return state.pos
+        here, there = state.pos, self.method.apart.positions(state.apart)
+        heads = max(here.shape[1], there.shape[1])
+        return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (here, there)], 2)
+
+    def measure(self, block: Block, seen: Obs | None) -> Array:
+        """f32[B]: see `MeasuredLayer`."""
+        return self.method.shares.measure(self, block, seen)
+
+    def shares(self, measures: Array, lengths: Array) -> Array:
+        """i32[L B]: see `MeasuredLayer`."""
+        return self.method.shares.tokens(self, measures, lengths)
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> LayerState:
+        """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries `seen`."""
+        m = self.method
+        apart = marks = None
+        if m.apart:
+            block, apart = m.apart.split(self, block, seen, slots)
+        elif m.select:
+            block = self.selected(block, seen, min(slots, block.pos.shape[2]))
+        if m.decode:
+            stay, marks = m.decode.begin(self, block, seen, slots)
+            block = gather(block, stay)
+        block = _grown(block, slots)
+        n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        k, v = self.k.encode(self._as_held(block), block.pos), self.v.encode(block.v, block.pos)
+        return LayerState(k, v, block.pos, n, block.bias, m.read.begin(block, self.spec), marks, apart)
+
+    def selected(self, block: Block, seen: Obs | None, slots: int) -> Block:
+        """What the selection leaves of a prompt, in at most so many slots, representatives and merging included."""
+        m = self.method
+        keep = m.select.counts(block, seen, slots, self.spec)
+        choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent)
+        kept = gather(block, choice.slots)
+        return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
+
+    def _as_held(self, block: Block) -> Array:
+        """The keys as the codec gets them: without rotation where positions are counted inside the cache."""
+        if self.method.positions == "true":
+            return block.k
+        return self.spec.rope.bare(block.k, block.pos).astype(block.k.dtype)
+
+    @property
+    def _stepwise(self) -> bool:
+        m = self.method
+        return m.k.stepwise or m.v.stepwise or m.read.stepwise or m.decode is not None
 
     def extend(
-        self, state: LayerState, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
-    ) -> tuple[Array, LayerState]:
+        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any = None
+    ) -> tuple[Array, LayerState, Any]:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
-        q [B K G T H]; k, v [B K T H]; q_pos i32[B T], -1 for padding on the right. Returns out f32[B K G T H].
         A chunk of T tokens gives what T single steps give.
         """
-        T = q.shape[3]
-        if commit > 1 and (self.k.stepwise or self.v.stepwise or self.read.stepwise or self.again):
-            return self._extend_singly(state, q, k, v, q_pos, commit, window)
-        fresh = Block(k, v, q_pos[:, None])
-        if self.again and commit:
-            state = again.see(state, q[:, :, :, :1], q_pos[:, :1])
-            state = again.compress(self, state)
+        m, T, q_pos = self.method, q.shape[3], fresh.pos[:, 0]
+        if T > 1 and self._stepwise and not (commit <= 1 and (m.read.guesses or not m.decode)):
+            return self._extend_singly(state, q, fresh, commit, carry)
+        if m.decode:
+            fresh = fresh.clean()
+            if commit:
+                state = m.decode.before(self, state, q[:, :, :, :1], q_pos[:, :1])
         with jax.named_scope("append"):
-            state = self._append(state, jax.tree.map(lambda x: x[:, :, :commit], fresh))
+            state = self._append(state, fresh.first(commit))
         with jax.named_scope("read"):
             guessed = None
             if commit < T:
-                guessed = attend_dense(q, jax.tree.map(lambda x: x[:, :, commit:], fresh), q_pos, window)
-            part, aux = self.read.read(self.k, self.v, state, q, q_pos, window, guessed)
-        return merge([part if guessed is None else combine(part, guessed)]), dataclasses.replace(state, aux=aux)
+                guessed = attend_dense(q, fresh.after(commit), q_pos, self.spec.window)
+            found = m.read.read(self, state, q, q_pos, guessed, carry)
+            parts = [found.part]
+            if m.apart:
+                parts.append(m.apart.read(self, state, q, q_pos))
+        state = dataclasses.replace(state, aux=found.aux)
+        if m.decode and commit:
+            weights = found.weights[:, :, :, 0] if m.decode.weights else None
+            pos, marks = m.decode.after(self, state, weights, q_pos[:, :1])
+            state = dataclasses.replace(state, pos=pos, marks=marks)
+        out = merge([*parts, guessed] if guessed is not None else parts)
+        return out, state, found.carry
 
-    def _extend_singly(self, state, q, k, v, q_pos, commit, window):
-        if commit < q.shape[3]:
+    def _append(self, state: LayerState, fresh: Block) -> LayerState:
+        count = fresh.pos.shape[2]
+        if not count:
+            return state
+        at = first_empty(state.pos) if state.n is None else state.n[:, None]
+        pos = jnp.broadcast_to(fresh.pos, (*state.pos.shape[:2], count))
+        where = at if state.n is not None else jnp.where(pos[:, :, 0] >= 0, at, state.pos.shape[2])
+        return dataclasses.replace(
+            state,
+            k=self.k.write(state.k, self._as_held(fresh), at),
+            v=self.v.write(state.v, fresh.v, at),
+            pos=memory.put(state.pos, pos, where),
+            n=None if state.n is None else state.n + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32),
+            bias=None if state.bias is None else memory.put(state.bias, _zero_bias(state.bias, count), where),
+            aux=self.method.read.write(state.aux, fresh, at, self.spec),
+        )
+
+    def _extend_singly(
+        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
+        T = q.shape[3]
+        if commit < T and self.method.decode is None:
             raise KvjaxError(
-                f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {q.shape[3]}: it holds one "
+                f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
                 "sequence per row, and no tree or beam of guesses"
             )
 
-        def step(state, xs):
-            q, k, v, q_pos = (jnp.expand_dims(x, a) for x, a in zip(xs, (3, 2, 2, 1), strict=True))
-            out, state = self.extend(state, q, k, v, q_pos, 1, window)
-            return state, out[:, :, :, 0]
+        def step(state: LayerState, xs: tuple[Array, Block, Any]):
+            q, (fresh, carry) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
+            out, state, carry = self.extend(state, q, fresh, 1, carry)
+            return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], carry))
 
-        xs = tuple(jnp.moveaxis(x, a, 0) for x, a in zip((q, k, v, q_pos), (3, 2, 2, 1), strict=True))
-        state, out = lax.scan(step, state, xs)
-        return jnp.moveaxis(out, 0, 3), state
+        steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (fresh, carry)))
+        state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
+        if commit < T:
+            _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
+            outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
+        out, carry = outs
+        return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), carry)
 
-    def _append(self, state: LayerState, fresh: Block) -> LayerState:
-        pos = jnp.broadcast_to(fresh.pos, (*state.pos.shape[:2], fresh.pos.shape[2]))
-        return dataclasses.replace(
-            state,
-            k=self.k.write(state.k, fresh.k, state.n),
-            v=self.v.write(state.v, fresh.v, state.n),
-            pos=memory.put(state.pos, pos, state.n),
-            n=state.n + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32),
-            aux=self.read.write(state.aux, fresh, state.n),
-        )
+
+def _grown(block: Block, slots: int) -> Block:
+    """The block with empty slots behind it."""
+    more = [(0, 0), (0, 0), (0, slots - block.pos.shape[2])]
+    k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
+    bias = None if block.bias is None else jnp.pad(block.bias, more)
+    return Block(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
+
+
+def _zero_bias(bias: Array, count: int) -> Array:
+    """A fresh token stands for itself alone."""
+    return jnp.zeros((*bias.shape[:2], count), bias.dtype)

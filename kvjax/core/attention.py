@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +11,16 @@ from jax import lax
 from kvjax.core.types import Array, Block, Partial
 
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
+
+
+class Pattern(Protocol):
+    """Which earlier tokens a prompt's own queries read, by their positions: sparse attention of the prompt."""
+
+    def sees(self, s: Array, t: Array) -> Array:
+        """Whether a query at position t reads the key at position s, bool; a query always reads its own key."""
+
+    def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+        """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
 
 
 def scores(q: Array, k: Array) -> Array:
@@ -48,9 +59,17 @@ def partial(s: Array, v: Array) -> Partial:
     return Partial(mix(p, v), m, l)
 
 
-def attend_dense(q: Array, block: Block, q_pos: Array, window: int | None = None) -> Partial:
+def attend_dense(
+    q: Array, block: Block, q_pos: Array, window: int | None = None, pattern: Pattern | None = None
+) -> Partial:
     """q [B K G T H] at q_pos i32[B T] over the slots of a block -> Partial; holds all T x S scores at once."""
-    return partial(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG), block.v)
+    s = scores(q, block.k)
+    if block.bias is not None:
+        s = s + block.bias[:, :, None, None]
+    seen = visible(block.pos, q_pos, window)
+    if pattern is not None:
+        seen &= pattern.sees(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
+    return partial(jnp.where(seen, s, NEG), block.v)
 
 
 def combine(a: Partial, b: Partial) -> Partial:
@@ -66,19 +85,30 @@ def merge(parts: list[Partial]) -> Array:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
-def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | None = None, block: int = 512) -> Array:
+def causal(
+    q: Array,
+    k: Array,
+    v: Array,
+    start: Array | int = 0,
+    window: int | None = None,
+    block: int = 512,
+    pattern: Pattern | None = None,
+) -> Array:
     """Exact causal attention in blocks: memory grows with `block`, never with T x S.
 
     q [B K G T H] at positions start..start+T-1; k, v [B K S H] at positions 0..S-1 (later slots are not read).
     Returns [B K G T H] in q's dtype. Right padding needs no mask: it lies in every real query's future.
     Online softmax over key blocks (FlashAttention; Dao et al., 2022); blocks wholly in the future or
-    before the window are skipped, not masked.
+    before the window are skipped, not masked, and so are those that a sparse `pattern` leaves out.
     """
     B, K, G, T, H = q.shape
     S = k.shape[2]
     nq, nk = -(-T // block), -(-S // block)
     bq, bk = -(-T // nq), -(-S // nk)
-    pad = lambda x, n, axis: jnp.pad(x, [(0, n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
+
+    def pad(x: Array, n: int, axis: int) -> Array:
+        return jnp.pad(x, [(0, n if a == axis else 0) for a in range(x.ndim)])
+
     qs = jnp.moveaxis(pad(q, nq * bq - T, 3).reshape(B, K, G, nq, bq, H), 3, 0)
     ks, vs = pad(k, nk * bk - S, 2), pad(v, nk * bk - S, 2)
 
@@ -93,7 +123,11 @@ def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | N
                 kj, vj = (lax.dynamic_slice_in_dim(x, first, bk, 2) for x in (ks, vs))
                 s = scores(qi, kj)
                 if mask:
-                    s = jnp.where(visible((first + jnp.arange(bk))[None, None], t[None], window), s, NEG)
+                    key_pos = first + jnp.arange(bk)
+                    seen = visible(key_pos[None, None], t[None], window)
+                    if pattern is not None:
+                        seen &= pattern.sees(key_pos[None, None, None, None], t[None, None, None, :, None])
+                    s = jnp.where(seen, s, NEG)
                 m = jnp.maximum(acc.m, s.max(-1))
                 # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
                 p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
@@ -102,6 +136,9 @@ def causal(q: Array, k: Array, v: Array, start: Array | int = 0, window: int | N
             needed, whole = first <= t[-1], last <= t[0]
             if window is not None:
                 needed, whole = needed & (last > t[0] - window), whole & (first > t[-1] - window)
+            if pattern is not None:
+                some, every = pattern.reads(first, last, t[0], t[-1])
+                needed, whole = needed & some, whole & every
             kind = needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
             branches = (lambda acc: acc, lambda acc: attend(acc, True), lambda acc: attend(acc, False))
             return lax.switch(kind, branches, acc), None

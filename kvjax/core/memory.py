@@ -81,29 +81,31 @@ def unpack(buf: Buffer) -> Array:
 
 
 def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
-    """Writes x [B K T W] at slots at..at+T-1 of each row (of those with due bool[B]); at i32[B], at + T <= S there."""
+    """Writes x [B K T W] into the slots from at i32[B 1|K] on, of the rows with due bool[B]; at + T <= S there."""
     x = _bits(x) if buf.data.dtype != x.dtype else x
     if not x.shape[2]:
         return buf
     if not buf.host:
-        at = at if due is None else jnp.where(due, at, buf.data.shape[2])  # what lies outside is dropped
+        at = at if due is None else jnp.where(due[:, None], at, buf.data.shape[2])  # what lies outside is dropped
         return dataclasses.replace(buf, data=put(buf.data, x, at))
-    data = buf.data
+    data, heads = buf.data, at.shape[1]
+    per_write = x.shape[1] // heads
     for b in range(x.shape[0]):  # never a scatter on the host: it copies the buffer
-        row = jax.device_put(x[b : b + 1], HOST)
-        start = (jnp.int32(b), jnp.int32(0), at[b], jnp.int32(0))
-        write = functools.partial(lax.dynamic_update_slice, update=row, start_indices=start)
-        data = write(data) if due is None else lax.cond(due[b], write, lambda d: d, data)
+        for k in range(heads):
+            row = jax.device_put(x[b : b + 1, k * per_write : (k + 1) * per_write], HOST)
+            start = (jnp.int32(b), jnp.int32(k * per_write), at[b, k], jnp.int32(0))
+            write = functools.partial(lax.dynamic_update_slice, update=row, start_indices=start)
+            data = write(data) if due is None else lax.cond(due[b], write, lambda d: d, data)
     return dataclasses.replace(buf, data=data)
 
 
 def put(data: Array, x: Array, at: Array) -> Array:
-    """Device arrays: data [B K S ...] with x [B K T ...] at slots at..at+T-1 of each row; what lies outside is dropped.
+    """Device arrays: data [B K S ...] with x [B K T ...] in the slots from at i32[B 1|K] on; the rest is dropped.
 
     One scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
     """
     B, K, T = x.shape[:3]
-    slot = at[:, None, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
+    slot = at[:, :, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
     return data.at[index].set(x, mode="drop", unique_indices=True, indices_are_sorted=True)
 

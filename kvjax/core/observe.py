@@ -16,6 +16,7 @@ class Obs(NamedTuple):
 
     q: Array  # [B K G Q H]
     pos: Array  # i32[B Q], positions in the prompt, -1 = padding
+    keep: Array | None = None  # i32[B], tokens of each row that stay, where that was measured over all layers
 
 
 def mass(

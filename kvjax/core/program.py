@@ -39,7 +39,7 @@ class Program:
     def compile(self, **kwargs) -> tuple[Any, float]:
         """(executable taking the non-static keyword arguments, seconds spent compiling now)."""
         static = {k: v for k, v in kwargs.items() if k in self._static}
-        arrays = {k: v for k, v in kwargs.items() if k not in self._static}
+        arrays = self.traced(kwargs)
         leaves, tree = jax.tree.flatten(arrays)
         key = (tuple(sorted(static.items(), key=lambda kv: kv[0])), tree, tuple(_type(x) for x in leaves))
         start = time.perf_counter()
@@ -47,10 +47,14 @@ class Program:
             self._done[key] = self._jit.lower(**kwargs).compile()
         return self._done[key], time.perf_counter() - start
 
+    def traced(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Of keyword arguments, those that an executable takes."""
+        return {k: v for k, v in kwargs.items() if k not in self._static}
+
     def __call__(self, **kwargs):
         """Compiles when needed and runs."""
         executable, _ = self.compile(**kwargs)
-        return executable(**{k: v for k, v in kwargs.items() if k not in self._static})
+        return executable(**self.traced(kwargs))
 
     def lower(self, **kwargs):
         """The lowered program, for looking at."""

@@ -16,6 +16,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Array = jax.Array
 
@@ -39,7 +40,22 @@ class Block:
 
     k: Array  # [B K S H], after RoPE
     v: Array  # [B K S H]
-    pos: Array  # i32[B K S]
+    pos: Array  # i32[B 1|K S]
+    bias: Array | None = None  # f32[B K S], added to the slot's logits: the log of how many tokens it stands for
+
+    def first(self, count: int) -> Block:
+        """The first so many slots."""
+        return jax.tree.map(lambda x: x[:, :, :count], self)
+
+    def after(self, count: int) -> Block:
+        """All but the first so many slots."""
+        return jax.tree.map(lambda x: x[:, :, count:], self)
+
+    def clean(self) -> Block:
+        """The same with zeros in empty slots, whatever they held."""
+        full = (self.pos >= 0)[..., None]
+        k, v = (jnp.where(full, x, jnp.zeros((), x.dtype)) for x in (self.k, self.v))
+        return dataclasses.replace(self, k=k, v=v)
 
 
 class KvjaxError(ValueError):

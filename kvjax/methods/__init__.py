@@ -1,0 +1,1 @@
+"""The published methods, one file each."""

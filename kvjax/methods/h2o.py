@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.online import Kept, admit, at_least, attend, clean, need, one_by_one, select
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at
+from kvjax.cache.method import Method
+from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, KvjaxError
-from kvjax.models.config import Config
+from kvjax.methods.catalogue import recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O:
+class H2O(Policy):
     """Heavy hitters and recent tokens, chosen again at every step (Zhang et al. 2023, arXiv 2306.14048, section 4).
 
     A token's score is the attention it has received, softmax over what is kept, summed over the query heads of its
@@ -37,13 +41,9 @@ class H2O:
     decay: float = 1.0
     normalise: str = "none"
     granularity: str = "kv"
-    window: int | None = None  # the layer's sliding window, in the prompt; `plan` sets it
-    name: str = dataclasses.field(default="", compare=False)
 
-    queries = None  # all of the prompt's
-    lookahead = 0
-    restricted = False
-    uses_host = False
+    queries: ClassVar[int | None] = None  # all of the prompt's
+    weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
@@ -54,63 +54,55 @@ class H2O:
         if self.granularity not in ("kv", "layer"):
             raise KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
 
-    @property
-    def budget(self) -> int:
-        """Tokens kept per key/value head."""
-        return self.heavy + self.recent
+    def slots(self, layer: Any) -> int:
+        return self.heavy + self.recent + 1
 
-    def plan(self, config: Config) -> tuple[H2O, ...]:
-        """One method per layer."""
-        return tuple(dataclasses.replace(self, window=config.window(i), name="") for i in range(config.layers))
-
-    def kept(self, length: int) -> int:
-        """Slots that a prompt of this many tokens takes."""
-        return min(length, self.budget)
-
-    def prefill(self, block: Block, slots: int, obs: Obs | None) -> Kept:
-        """The state after a prompt, block [B K T H], seen by the queries obs; its size does not depend on `slots`."""
-        obs = need(obs, "H2O", "all queries")
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
+        seen = asked(seen, "H2O", "all queries")
         last = block.pos.max((1, 2))[:, None]  # [B 1]
-        age = jnp.where(obs.pos < 0, 0, last - obs.pos).astype(jnp.float32)
-        score = self._share(mass(block, obs, jnp.float32(self.decay) ** age, self.window)[0].sum(2))
+        age = jnp.where(seen.pos < 0, 0, last - seen.pos).astype(jnp.float32)
+        received = mass(block, seen, jnp.float32(self.decay) ** age, layer.spec.window)[0]
+        score = self._share(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
         protected = pos > last[..., None] - self.recent
-        rank = jnp.where(protected, jnp.inf, self._rank(score, pos, last[..., None]))
-        return select(block, score, rank, self.budget, self.budget + 1)
+        rank = jnp.where(protected, jnp.inf, self._rank(score, pos, last[..., None], layer.spec))
+        chosen = best(rank, pos, min(self.heavy + self.recent, slots))
+        return chosen, marks_at(score, chosen, slots)
 
-    def extend(
-        self, state: Kept, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
-    ) -> tuple[Array, Kept]:
-        """Attends T fresh tokens, one after the other, and keeps the first `commit` of them.
-
-        q [B K G T H]; k, v [B K T H]; q_pos i32[B T], -1 for padding on the right. Returns out f32[B K G T H].
-        """
-        step = lambda state, q, fresh: self._step(state, q, fresh, window)  # noqa: E731
-        return one_by_one(step, state, q, clean(Block(k, v, q_pos[:, None])), commit)
-
-    def _step(self, state: Kept, q: Array, fresh: Block, window: int | None) -> tuple[Array, Kept]:
-        t = fresh.pos  # [B 1 1]
-        state = admit(state, fresh)
-        out, p = attend(state, q, t[:, 0], window)
-        score = jnp.where(t >= 0, self.decay * state.score + self._share(p.sum(2)), state.score)
+    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+        t = q_pos[:, None]  # [B 1 1]
+        # What was in the slot of the newest token before it came does not count.
+        before = jnp.where(state.pos == t, 0.0, state.marks)
+        score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.marks)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        rank = jnp.where(old, self._rank(score, state.pos, t), jnp.inf)
+        rank = jnp.where(old, self._rank(score, state.pos, t, layer.spec), jnp.inf)
         lowest = old & (rank == rank.min(2, keepdims=True))
         first = jnp.where(lowest, state.pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         full = (state.pos >= 0).all(2, keepdims=True) & (t >= 0)
-        pos = jnp.where(full & lowest & (state.pos == first), -1, state.pos)
-        return out, dataclasses.replace(state, pos=pos, score=score)
+        return jnp.where(full & lowest & (state.pos == first), -1, state.pos), score
 
     def _share(self, received: Array) -> Array:
         """Attention received, f32[B K S], as the heads choose by it."""
         if self.granularity == "kv":
             return received
-        return jnp.broadcast_to(received.mean(1, keepdims=True), received.shape)
+        return jnp.broadcast_to(over_heads.mean(received), received.shape)
 
-    def _rank(self, score: Array, pos: Array, t: Array) -> Array:
+    def _rank(self, score: Array, pos: Array, t: Array, spec: LayerSpec) -> Array:
         """score f32[B K S] of tokens at pos, at time t i32[B 1 1] -> what they are compared by."""
         if self.normalise == "none":
             return score
-        seen = t - pos + 1
-        seen = seen if self.window is None else jnp.minimum(seen, self.window)
-        return score / jnp.maximum(seen, 1).astype(jnp.float32)
+        visible_to = t - pos + 1
+        visible_to = visible_to if spec.window is None else jnp.minimum(visible_to, spec.window)
+        return score / jnp.maximum(visible_to, 1).astype(jnp.float32)
+
+
+@recipe("H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485")
+def h2o(
+    heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
+) -> Method:
+    """Heavy hitters and recent tokens, chosen again at every step, in constant memory.
+
+    heavy, recent: tokens (the paper: a tenth of the prompt each). decay: of all scores, each step. normalise: "none"
+    (the paper) or "visible-count". granularity: "kv", each key/value head its own tokens, or "layer".
+    """
+    return Method(decode=H2O(heavy, recent, decay, normalise, granularity))

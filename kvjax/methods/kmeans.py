@@ -7,9 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.select.scorers import draw
+from kvjax.cache.method import Method
+from kvjax.cache.select.represent import Units, check_share
+from kvjax.core.mesh import over_heads
+from kvjax.core.random import draw
 from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.kvcrush import Units, check_share, votes
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.kvcrush import votes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,7 @@ class KMeans:
             raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
     def representatives(self, units: Units, count: Array, places: int) -> Array:
-        """Units -> i32[B places] as in crush.Rest; place i is that of centroid i."""
+        """Units -> i32[B places] as in `Represent`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
             short = self.representatives(units, count, U)
@@ -63,8 +67,9 @@ class KMeans:
         """f32[B U F]."""
         if self.features == "bits":
             return votes(units).astype(jnp.float32)
-        B, K, U, c, H = units.keys.shape
-        return jnp.moveaxis(units.keys.astype(jnp.float32), 1, 3).reshape(B, U, c * K * H)
+        keys = over_heads.gather(units.keys.astype(jnp.float32))
+        B, K, U, c, H = keys.shape
+        return jnp.moveaxis(keys, 1, 3).reshape(B, U, c * K * H)
 
 
 def _distances(x: Array, centroids: Array) -> Array:
@@ -82,3 +87,12 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
     """f32[B U M]: 1 where a candidate belongs to its nearest centroid in use."""
     mine = _nearest(jnp.where(used[:, None], d, jnp.inf), 2) == jnp.arange(d.shape[2])[None, None]
     return (mine & used[:, None] & candidates[..., None]).astype(jnp.float32)
+
+
+@recipe("the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C")
+def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
+    """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.
+
+    features: "keys", or "bits", those of kvcrush. The paper does not say which.
+    """
+    return Method(represent=KMeans(share, iterations, features, seed))

@@ -3,71 +3,116 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import LayerState
+from kvjax.cache.decode.policy import Policy
+from kvjax.cache.method import Method
+from kvjax.cache.select.units import gather
 from kvjax.core import memory
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.methods.catalogue import recipe
 
 
-def check(method) -> None:
-    """Raises IncompatibleMethod for slots that cannot be compressed again."""
-    if not method.select:
-        raise IncompatibleMethod(
-            f"again={method.again} compresses an eviction method's tokens again and finds none; compose it with one, "
-            "as in 'snapkv:budget=256 + recompress:every=128'"
+@dataclasses.dataclass(frozen=True)
+class Recompress(Policy):
+    """Makes the selection again, by the latest queries, whenever `every` more tokens than its budget are held."""
+
+    every: int
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise KvjaxError(f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512")
+
+    def check(self, layer: Any) -> None:
+        select = layer.method.select
+        if select is None:
+            raise IncompatibleMethod(
+                f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
+                "with one, as in 'snapkv:budget=256 + recompress:every=128'"
+            )
+        if select.scorer.queries is None:
+            raise IncompatibleMethod(
+                f"{select.scorer} needs every query since the start and cannot score again; use `h2o`, which keeps "
+                "count while decoding, or a scorer with a window"
+            )
+        if select.most(layer.spec) is None:
+            raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
+        if layer.method.merge is not None or layer.method.shares is not None:
+            raise IncompatibleMethod(
+                "lost tokens are folded into others, and a budget is divided among layers, when the prompt ends and "
+                "not while decoding: leave out `recompress`, or the slots `merge` and `shares`"
+            )
+
+    def target(self, layer: Any) -> int:
+        """Tokens that are left by a compression."""
+        return layer.method.select.most(layer.spec)
+
+    def slots(self, layer: Any) -> int:
+        return self.target(layer) + self.every
+
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Obs | None]:
+        place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
+        held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        return jnp.where(place < held, place, -1), None if seen is None else _in_places(seen)
+
+    def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+        if state.marks is not None:
+            state = dataclasses.replace(state, marks=_with_query(state.marks, q, q_pos))
+        due = (state.pos >= 0).all((1, 2))
+
+        def compressed(state: LayerState) -> LayerState:
+            return dataclasses.replace(state, pos=self._selected(layer, state, due))
+
+        return lax.cond(due.any(), compressed, lambda state: state, state)
+
+    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Obs | None]:
+        return state.pos, state.marks
+
+    def _selected(self, layer: Any, state: LayerState, due: Array) -> Array:
+        """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
+        method, S = layer.method, state.pos.shape[2]
+        order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
+        held = Block(method.k.decode(state.k), method.v.decode(state.v), state.pos)
+        in_order = gather(held, order)
+        keep = jnp.where(due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
+        chosen = method.select.choose(in_order, state.marks, keep, S, layer.spec, method.represent).slots
+        slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
+        slot = jnp.where(chosen >= 0, slot, S)
+        B, K, _ = slot.shape
+        stays = (
+            jnp.zeros(slot.shape, bool)
+            .at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot]
+            .set(True, mode="drop")
         )
-    if method.select.scorer.queries is None:
-        raise IncompatibleMethod(
-            f"{method.select.scorer} needs every query since the start and cannot score again; use `h2o`, which keeps "
-            "count while decoding, or a scorer with a window"
-        )
-    if method.k.stepwise or method.v.stepwise or method.uses_host or method.read.stepwise:
-        raise IncompatibleMethod(
-            "compressing again would quantise rows twice, or move all rows between host and device; use it with plain "
-            "rows on the device"
-        )
-    if method.select.target > 2**24:
-        raise IncompatibleMethod(f"{method.select.budget} grows with the text; give a budget in tokens")
+        return jnp.where(stays, state.pos, -1)
 
 
-def begin(obs: Obs | None) -> Obs | None:
-    """The queries that the scorer looks at, each in place position modulo W, from then on kept up to date."""
-    if obs is None:
-        return None
-    W = obs.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
-    shift = (obs.pos[:, -1:] + 1) % W
+def _in_places(seen: Obs) -> Obs:
+    """The queries, each in place position modulo W, from then on kept up to date."""
+    W = seen.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
+    shift = (seen.pos[:, -1:] + 1) % W
     at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
-    q = jnp.take_along_axis(obs.q, at[:, None, None, :, None], 3)
-    return Obs(q, jnp.take_along_axis(obs.pos, at, 1))
+    q = jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3)
+    return Obs(q, jnp.take_along_axis(seen.pos, at, 1))
 
 
-def see(state: LayerState, q: Array, q_pos: Array) -> LayerState:
-    """Takes in the query q [B K G 1 H] at q_pos i32[B 1], where that is a token."""
-    if state.seen is None:
-        return state
-    B, K, G, W, H = state.seen.q.shape
-    at = jnp.where(q_pos[:, 0] >= 0, q_pos[:, 0] % W, W)
-    new = memory.put(state.seen.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
-    pos = memory.put(state.seen.pos[:, None], q_pos[:, None], at)[:, 0]
-    return dataclasses.replace(state, seen=Obs(new.reshape(state.seen.q.shape), pos))
+def _with_query(seen: Obs, q: Array, q_pos: Array) -> Obs:
+    """The queries with q [B K G 1 H] at q_pos i32[B 1] among them, where that is a token."""
+    B, K, G, W, H = seen.q.shape
+    at = jnp.where(q_pos >= 0, q_pos % W, W)
+    new = memory.put(seen.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
+    return Obs(new.reshape(seen.q.shape), memory.put(seen.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
-def compress(method, state: LayerState) -> LayerState:
-    """Rows without a free slot go back to their budget; the others stay as they are."""
-    due = state.n >= state.pos.shape[2]
-    return lax.cond(due.any(), lambda s: _compress(method, s, due), lambda s: s, state)
+@recipe("periodic compression while decoding, as kvpress' DecodingPress does it")
+def recompress(every: int = 128) -> Method:
+    """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
 
-
-def _compress(method, state: LayerState, due: Array) -> LayerState:
-    S = state.pos.shape[2]
-    keep = jnp.where(due, method.select.target, state.n)
-    block = Block(method.k.decode(state.k), method.v.decode(state.v), state.pos)
-    block = method.select.choose(block, state.seen, keep, S, method.rest)
-    pos = jnp.broadcast_to(block.pos, state.pos.shape)
-    fresh = (method.k.encode(block.k, pos), method.v.encode(block.v, pos))
-    n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    return dataclasses.replace(state, k=fresh[0], v=fresh[1], pos=pos, n=n)
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer looks at the latest queries.
+    """
+    return Method(decode=Recompress(every))

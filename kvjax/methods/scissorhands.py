@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.online import (
-    Kept,
-    admit,
-    at_least,
-    attend,
-    clean,
-    need,
-    one_by_one,
-    ranked,
-    select,
-)
+from kvjax.cache.contract import LayerState
+from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, newest_first
+from kvjax.cache.method import Method
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
-from kvjax.models.config import Config
+from kvjax.methods.catalogue import recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Scissorhands:
+class Scissorhands(Policy):
     """Counts how often a token's attention is below the mean, and drops those of the highest count (arXiv 2305.17118).
 
     Liu et al. 2023, section 4. A step attends to what is kept and to itself. If that makes more than `budget` tokens
@@ -46,12 +38,8 @@ class Scissorhands:
     history: int = 400
     recent: int = 10
     drop: float = 0.5
-    window: int | None = None  # the layer's sliding window, in the prompt; `plan` sets it
-    name: str = dataclasses.field(default="", compare=False)
 
-    lookahead = 0
-    restricted = False
-    uses_host = False
+    weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
@@ -73,56 +61,47 @@ class Scissorhands:
         """The last queries of the prompt that it looks at."""
         return self.history
 
-    def plan(self, config: Config) -> tuple[Scissorhands, ...]:
-        """One method per layer."""
-        return tuple(dataclasses.replace(self, window=config.window(i), name="") for i in range(config.layers))
+    def slots(self, layer: Any) -> int:
+        return self.budget + 1
 
-    def kept(self, length: int) -> int:
-        """Slots that a prompt of this many tokens takes."""
-        return length if length <= self.budget else self.low
+    def kept(self, layer: Any, prompt: int) -> int:
+        return prompt if prompt <= self.budget else self.low
 
-    def prefill(self, block: Block, slots: int, obs: Obs | None) -> Kept:
-        """The state after a prompt, block [B K T H], seen by the queries obs; its size does not depend on `slots`."""
-        n = block.pos.max((1, 2)) + 1
-        over = n > self.budget  # [B]
-
-        obs = need(obs, "Scissorhands", f"the last {self.history} queries")
-        counts = over[:, None] | (obs.pos > self.budget - self.history)
-        counts &= obs.pos >= jnp.maximum(n - self.history, 0)[:, None]
-        count = below_mean(block, obs, counts, self.window)
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
+        seen = asked(seen, "Scissorhands", f"the last {self.history} queries")
+        held = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)  # [B]
+        end = block.pos.max((1, 2)) + 1
+        over = held > self.budget
+        counts = over[:, None] | (seen.pos > self.budget - self.history)
+        counts &= seen.pos >= jnp.maximum(end - self.history, 0)[:, None]
+        count = below_mean(block, seen, counts, layer.spec.window)
         pos = jnp.broadcast_to(block.pos, count.shape)
-        n, over = n[:, None, None], over[:, None, None]
-        rank = jnp.where(pos > n - 1 - self.recent, 0, -count)
-        state = select(block, count, rank, self.budget, self.budget + 1)
-        drop = over & (jnp.arange(self.budget + 1)[None, None] >= self.low)  # slots come in the order of rank
-        return dataclasses.replace(state, pos=jnp.where(drop, -1, state.pos), score=jnp.where(over, 0, state.score))
+        over = over[:, None, None]
+        rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
+        chosen = best(rank, pos, min(self.budget, slots))
+        place = jnp.arange(chosen.shape[2])[None, None]  # they come in the order of their rank
+        chosen = jnp.where(over & (place >= self.low), -1, chosen)
+        return chosen, jnp.where(over, 0, marks_at(count, chosen, slots))
 
-    def extend(
-        self, state: Kept, q: Array, k: Array, v: Array, q_pos: Array, commit: int, window: int | None = None
-    ) -> tuple[Array, Kept]:
-        """Attends T fresh tokens, one after the other, and keeps the first `commit` of them.
-
-        q [B K G T H]; k, v [B K T H]; q_pos i32[B T], -1 for padding on the right. Returns out f32[B K G T H].
-        """
-        step = lambda state, q, fresh: self._step(state, q, fresh, window)  # noqa: E731
-        return one_by_one(step, state, q, clean(Block(k, v, q_pos[:, None])), commit)
-
-    def _step(self, state: Kept, q: Array, fresh: Block, window: int | None) -> tuple[Array, Kept]:
-        t, real = fresh.pos, fresh.pos >= 0  # [B 1 1]
-        state = admit(state, fresh)
-        out, p = attend(state, q, t[:, 0], window)
-        seen = visible(state.pos, t[:, 0], window)[:, :, 0, 0]
+    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+        t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
+        seen = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
         mean = 1 / jnp.maximum(seen.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # steps until the compression
-        counts = real & (left < self.history) & seen & (p.mean(2) < mean)
-        count, due = state.score + counts.astype(jnp.int32), real & (left == 0)
-        pos, count = lax.cond(due.any(), self._compress, lambda pos, count, *_: (pos, count), state.pos, count, t, due)
-        return out, dataclasses.replace(state, pos=pos, score=count)
+        counts = real & (left < self.history) & seen & (weights.mean(2) < mean)
+        # What was in the slot of the newest token before it came does not count.
+        before = jnp.where((state.pos == t) & real, 0, state.marks)
+        count, due = before + counts.astype(jnp.int32), real & (left == 0)
+
+        def keep_all(pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
+            return pos, count
+
+        return lax.cond(due.any(), self._compress, keep_all, state.pos, count, t, due)
 
     def _compress(self, pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
         """Of rows that are due, all but `low` slots of each head are emptied."""
-        order = ranked(jnp.where(pos > t - self.recent, 0, -count), pos)
-        place = jax.vmap(jax.vmap(lambda o: jnp.zeros_like(o).at[o].set(jnp.arange(o.size, dtype=o.dtype))))(order)
+        order = newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
+        place = jnp.argsort(order, axis=2).astype(jnp.int32)
         return jnp.where(due & (place >= self.low), -1, pos), jnp.where(due, 0, count)
 
 
@@ -148,3 +127,12 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
 
     zero = jnp.zeros(block.k.shape[:3], jnp.int32)
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
+
+
+@recipe("Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4")
+def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
+    """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
+
+    history: so many last steps count. recent: tokens that always stay. drop: share of the budget that goes at a time.
+    """
+    return Method(decode=Scissorhands(budget, history, recent, drop))

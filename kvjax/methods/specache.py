@@ -1,4 +1,4 @@
-"""SpeCache's reading: low-bit slots on the device, exact rows fetched from the host one step ahead."""
+"""SpeCache: low-bit slots on the device, exact rows fetched from the host one step ahead."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.hold.groups import Kivi
-from kvjax.cache.read.readers import Reader
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import Reader, Reading
 from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
 from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.methods.catalogue import recipe
 
 
 @pytree
@@ -57,12 +60,14 @@ class Speculative(Reader):
             raise KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
 
     @property
-    def lookahead(self) -> int:
+    def guesses(self) -> int:
         return int(self.speculative)
 
     stepwise = True
+    any_slot = False  # the low-bit copy holds groups of tokens
+    host = True
 
-    def begin(self, block: Block) -> Copy:
+    def begin(self, block: Block, spec: LayerSpec) -> Copy:
         B, K, S, H = block.k.shape
         copy = Copy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
         if not self.speculative:
@@ -71,63 +76,118 @@ class Speculative(Reader):
         empty = jnp.zeros((B, K, n, H), block.k.dtype)
         return dataclasses.replace(copy, rows=Fetched(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
 
-    def write(self, aux: Copy, fresh: Block, at: Array) -> Copy:
+    def write(self, aux: Copy, fresh: Block, at: Array, spec: LayerSpec) -> Copy:
         return dataclasses.replace(aux, k=self.k.write(aux.k, fresh.k, at), v=self.v.write(aux.v, fresh.v, at))
 
-    def read(self, k, v, state, q, q_pos, window, guessed=None) -> tuple[Partial, Copy]:
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
         aux, T = state.aux, q.shape[3]
         if T > 2:
             raise KvjaxError(
                 f"a step carries one token and at most one guess, got {T} tokens: no tree or beam of guesses"
             )
-        s = jnp.where(visible(state.pos, q_pos, window), self.k.scores(q, aux.k), NEG)
+        s = self._low_logits(layer, state, q, q_pos)
         if not self.speculative:
-            low, m, l = weights(s)
+            low, _, l = weights(s)
             mass = self._over_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
-            rows = self._fetch(k, v, state, mass, self.k.settled(state.n - 1))
+            rows = self._fetch(layer, state, mass, self.k.settled(state.n - 1))
         else:
             rows = aux.rows
-        part, mass = self._mixed(state, s, q, rows, q_pos, window, guessed)
+        part, mass = self._mixed(layer, state, s, q, rows, q_pos, guessed)
         if self.speculative:
             with jax.named_scope("prefetch"):  # nothing else in this step waits for it
-                new = self._fetch(k, v, state, mass, self.k.settled(state.n))
+                new = self._fetch(layer, state, mass, self.k.settled(state.n))
                 real = (q_pos[:, -1] >= 0)[:, None, None]
-                pick = lambda a, b: jnp.where(real if a.ndim == 3 else real[..., None], a, b)  # noqa: E731
-                aux = dataclasses.replace(aux, rows=jax.tree.map(pick, new, aux.rows))
-        return part, aux
+                aux = dataclasses.replace(aux, rows=_pick(real, new, aux.rows))
+        return Reading(part, aux, carry=carry)
 
-    def _mixed(self, state, s, q, rows, q_pos, window, guessed) -> tuple[Partial, Array]:
+    def _low_logits(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Array:
+        """Masked logits f32[B K G T S] with the low-bit keys."""
+        s = self.k.scores(q, state.aux.k)
+        if state.bias is not None:
+            s = s + state.bias[:, :, None, None]
+        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+
+    def _mixed(
+        self,
+        layer: Any,
+        state: LayerState,
+        s: Array,
+        q: Array,
+        rows: Fetched,
+        q_pos: Array,
+        guessed: Partial | None,
+    ) -> tuple[Partial, Array]:
         """Attention over low-bit and fetched slots; and the last query's weight of each slot, f32[B K S]."""
+        at = jnp.maximum(rows.idx, 0)
         pos = jnp.broadcast_to(state.pos, (*rows.idx.shape[:2], state.pos.shape[2]))
-        at = jnp.where(rows.idx >= 0, jnp.take_along_axis(pos, jnp.maximum(rows.idx, 0), 2), -1)
-        hot = jnp.where(visible(at, q_pos, window), scores(q, rows.k), NEG)  # [B K G T n]
+        pos = jnp.where(rows.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
+        exact = scores(q, rows.k)
+        if state.bias is not None:
+            exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
+        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, NEG)  # [B K G T n]
         slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
         replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = weights(jnp.where(replaced[:, :, None, None], NEG, s))
         fetched = partial(hot, rows.v)
         part = combine(Partial(self.v.mix(p, state.aux.v), m, l), fetched)
         total = part if guessed is None else combine(part, guessed)
-        share = lambda p, m: p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]  # noqa: E731
-        last = lambda x: self._over_group(x[:, :, :, -1])  # noqa: E731
-        cold = last(share(p, m))
-        warm = last(share(jnp.where(hot > NEG / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m))
-        return part, _put(cold, slot, warm)
+
+        def last_share(p: Array, m: Array) -> Array:
+            """The last query's softmax weights, over all that it reads, of unnormalised ones with maximum m."""
+            share = p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]
+            return self._over_group(share[:, :, :, -1])
+
+        low = last_share(p, m)
+        high = last_share(jnp.where(hot > NEG / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
+        return part, _put(low, slot, high)
 
     def _over_group(self, w: Array) -> Array:
         """Weights f32[B K G S] -> f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, k: Codec, v: Codec, state, mass: Array, candidates: Array) -> Fetched:
+    def _fetch(self, layer: Any, state: LayerState, mass: Array, candidates: Array) -> Fetched:
         """The topk heaviest of the first candidates i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         open_ = (slot < candidates[:, None, None]) & (state.pos >= 0)
         found, idx = lax.top_k(jnp.where(open_, mass, -1.0), min(self.topk, mass.shape[-1]))
         idx = jnp.where(found >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
-        return Fetched(k.rows(state.k, at), v.rows(state.v, at), idx)
+        return Fetched(layer.k.rows(state.k, at), layer.v.rows(state.v, at), idx)
+
+
+def _pick(real: Array, new: Fetched, old: Fetched) -> Fetched:
+    """The new rows in rows of the batch that are real, bool[B 1 1]."""
+    wide = real[..., None]
+    return Fetched(jnp.where(wide, new.k, old.k), jnp.where(wide, new.v, old.v), jnp.where(real, new.idx, old.idx))
 
 
 def _put(x: Array, idx: Array, value: Any) -> Array:
     """x [B K S] with value at idx i32[B K n]; what lies outside is dropped."""
     B, K, _ = x.shape
     return x.at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], idx].set(value, mode="drop")
+
+
+@recipe("SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3")
+def specache(
+    bits: int = 1,
+    group: int = 32,
+    topk: int = 64,
+    residual: int = 64,
+    speculative: bool = True,
+    one_bit: str = "improved",
+    reduce: str = "mean",
+) -> Method:
+    """Everything exact in pinned host memory, a KIVI copy on the device, and the topk rows that count fetched ahead.
+
+    bits, group, residual, one_bit: of the copy, as in `kivi` (the paper: 1 or 2 bits, groups of 32 or 64, 64 recent
+    tokens, so that 64 fetched rows make the 128 of its KIVI). topk: rows per key/value head and step (the paper: 64).
+    speculative: each step also runs a guess of the next token, which chooses the rows of the next step, so that they
+    come while this one computes; False: each query chooses its own and waits. Only true tokens are ever kept (the
+    paper's Algorithm 3 would append the guess too). Candidates are slots held in low bits; recent tokens are exact.
+    reduce: over the query heads of a key/value head, "mean" or "max".
+    """
+    low = lambda axis: Kivi(bits, group, axis, residual, one_bit)  # noqa: E731
+    read = Speculative(topk, low("channel"), low("token"), reduce, speculative)
+    return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -9,9 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvjax.cache.compose import compose
+from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
 from kvjax.core.types import KvjaxError
-from kvjax.methods.zoo import RECIPES, Recipe
+from kvjax.methods.catalogue import Recipe, load_all
 
 
 def parse(text: str) -> Method:
@@ -19,20 +21,56 @@ def parse(text: str) -> Method:
     return functools.reduce(compose, [_one(part.strip()) for part in text.split("+")])
 
 
-def parse_many(text: str) -> list[Method]:
-    """Methods from strings separated by `;`."""
+def split_many(text: str) -> list[str]:
+    """The strings of methods that `;` separates."""
     parts = [p.strip() for p in text.split(";") if p.strip()]
     if not parts:
         raise KvjaxError(f"no method in {text!r}; for example: 'full; kcache:n=64'")
-    return [parse(p) for p in parts]
+    return parts
+
+
+def parse_many(text: str) -> list[Method]:
+    """Methods from strings separated by `;`."""
+    return [parse(part) for part in split_many(text)]
+
+
+def method_of(method: str | KVMethod) -> KVMethod:
+    """A method from its value or its string; raises KvjaxError for anything else."""
+    if isinstance(method, str):
+        return parse(method)
+    if hasattr(method, "bind") and hasattr(method, "traits"):
+        return method
+    name = getattr(method, "__name__", None)
+    if callable(method) and name in load_all():
+        raise KvjaxError(f"{name} is a recipe, not a method yet: call it, as in kvjax.zoo.{name}(), or write '{name}'")
+    raise KvjaxError(
+        f"a method is a value such as kvjax.zoo.kcache(n=64) or a string such as 'kcache:n=64', got {method!r}"
+    )
+
+
+def name_of(method: str | KVMethod) -> str:
+    """How reports call a method: the string that makes it, or, for a value of one's own, what it consists of.
+
+    It is derived from the value: a method that was changed after a recipe made it is called by its slots.
+    """
+    method = method_of(method)
+    if not isinstance(method, Method):
+        return repr(method)
+    if method.recipe and parse(method.recipe) == method:
+        return method.recipe
+    default = Method()
+    filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
+    parts = [f"{name}={value}" for name, value in filled.items() if value != getattr(default, name)]
+    return f"Method({', '.join(parts)})" if parts else "full"
 
 
 def _one(text: str) -> Method:
     name, _, arguments = text.partition(":")
     name = name.strip()
-    if name not in RECIPES:
-        raise KvjaxError(f"unknown method {name!r}{_nearest(name, RECIPES)}; `kvjax methods` lists them all")
-    recipe = RECIPES[name]
+    recipes = load_all()
+    if name not in recipes:
+        raise KvjaxError(f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all")
+    recipe = recipes[name]
     pairs = [a for a in arguments.split(",") if a.strip()]
     return recipe.make(**dict(_argument(recipe, a) for a in pairs))
 

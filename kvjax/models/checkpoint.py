@@ -25,9 +25,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kvjax.core.mesh import abstract_params
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config
+from kvjax.models.sharding import abstract_params
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 1, "kvjax.json", "params"
 

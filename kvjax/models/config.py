@@ -6,28 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KvjaxError
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings.
-
-    `linear` divides positions by `factor` (Chen et al., 2023); `llama3` divides only the frequencies whose
-    wavelength exceeds the original context, with a smooth band between (Llama 3.1 model card).
-    """
-
-    kind: str  # "linear" | "llama3"
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-    def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise KvjaxError(f"RoPE scaling {self.kind!r} is not supported; supported: 'linear', 'llama3'")
-        if self.factor <= 0:
-            raise KvjaxError(f"RoPE scaling factor must be positive, got {self.factor}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +59,11 @@ class Config:
     def rotary_dim(self) -> int:
         """How many leading channels of a head are rotated."""
         return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of queries and keys."""
+        return Rope(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""

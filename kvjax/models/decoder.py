@@ -9,9 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.rope import rotate
 from kvjax.core.types import Array
 from kvjax.models.config import Config
-from kvjax.models.layers import Linear, RMSNorm, rope_angles, rotate
+from kvjax.models.layers import Linear, RMSNorm
 
 Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
 Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
 
     def __call__(self, tokens: Array, pos: Array, attend: Attend, last: Array | None = None) -> tuple[Array, tuple]:
         x = self.embedding[tokens]
-        angles = rope_angles(self.config, pos)
+        angles = self.config.rope.angles(pos)
         states = []
         for block in self.blocks:
             x, state = block(x, angles, attend, last if block is self.blocks[-1] else None)

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and linear maps; every parameter declares its axis letters."""
+"""Norms and linear maps; every parameter declares its axis letters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.core.types import Array
-from kvjax.models.config import Config
 
 
 class RMSNorm(nn.Module):
@@ -54,36 +53,3 @@ class Linear(nn.Module):
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
             y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))
         return y
-
-
-def rope_frequencies(config: Config) -> Array:
-    """f32[rotary_dim / 2], radians per position (Su et al., 2021; scaling as in `RopeScaling`)."""
-    half = config.rotary_dim // 2
-    freq = 1.0 / config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    s = config.rope_scaling
-    if s is None:
-        return freq
-    if s.kind == "linear":
-        return freq / s.factor
-    wavelength = 2 * jnp.pi / freq
-    long, short = s.original_max_positions / s.low_freq_factor, s.original_max_positions / s.high_freq_factor
-    smooth = (s.original_max_positions / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    blended = (1 - smooth) * freq / s.factor + smooth * freq
-    return jnp.where(wavelength > long, freq / s.factor, jnp.where(wavelength < short, freq, blended))
-
-
-def rope_angles(config: Config, pos: Array) -> tuple[Array, Array]:
-    """pos i32[B T] -> (cos, sin), each f32[B T rotary_dim / 2]."""
-    angle = jnp.multiply.outer(pos.astype(jnp.float32), rope_frequencies(config))
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the leading channels of x [..., H]; the pairs are (i, i + rotary_dim / 2). Negate sin to undo it.
-
-    cos and sin broadcast against x's leading axes: [..., rotary_dim / 2]. Computed in float32.
-    """
-    half = cos.shape[-1]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], -1)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.core.mesh import param_shardings
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
+from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 
 

@@ -1,16 +1,16 @@
-"""The decoder under a method: uncached, prefill, chunk by chunk, extend. Pure functions of parameters and state."""
+"""The decoder over an explicit cache: uncached, a prompt or a piece of one, fresh tokens. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import LayerState, State
-from kvjax.cache.method import Method
+from kvjax.cache.contract import Cache, Layer, last_positions
 from kvjax.core.attention import attend_dense, causal, merge
 from kvjax.core.mesh import constrain
 from kvjax.core.observe import Obs
@@ -18,22 +18,29 @@ from kvjax.core.types import Array, Block
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder, pick
 
+Plan = tuple[Layer, ...]  # a method bound to each layer
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a program is compiled for beside shapes: hashable, so that it can be a static argument."""
+    """What programs of a model are compiled for beside shapes: hashable, so that it can be a static argument."""
 
     config: Config
-    plan: tuple[Method, ...] = ()  # one per layer
-    capacity: int = 0  # tokens per row
-    slots: tuple[int, ...] = ()  # per layer, for a prefill
     mesh: Mesh | None = None
 
 
-class Past(NamedTuple):
-    """A prefill under way: what its layers will be encoded from, and the hidden state of each row's last token."""
+class Prompt(NamedTuple):
+    """What one layer has of a prompt so far: exact keys and values, and the queries that its method wants to see."""
 
-    layers: tuple[tuple[Array, Array, Array], ...]  # k, v [B K S H], and the queries to be shown, [B K G Q H]
+    k: Array  # [B K S H]
+    v: Array  # [B K S H]
+    q: Array  # [B K G Q H]
+
+
+class Past(NamedTuple):
+    """A prompt on its way: per layer a `Prompt` or a state, and the hidden state of each row's last token so far."""
+
+    layers: tuple[Any, ...]
     last: Array  # [B D]
 
 
@@ -43,108 +50,107 @@ def apply(params: Any, setting: Setting, tokens: Array, pos: Array, attend, meth
     return decoder.apply({"params": params}, tokens, pos, attend, **more, method=method)
 
 
-def _positions(tokens: Array, lengths: Array | None = None) -> Array:
-    pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+def positions(tokens: Array, lengths: Array | None = None) -> Array:
+    """i32[B T]: 0, 1, ..; -1 beyond a row's length."""
+    pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape[:2])
     return pos if lengths is None else jnp.where(pos < lengths[:, None], pos, -1)
 
 
 def uncached(params: Any, tokens: Array, setting: Setting) -> Array:
     """tokens i32[B T] -> logits f32[B T V], exact attention, no cache."""
-    attend = lambda i, q, k, v: (causal(q, k, v, window=setting.config.window(i)), None)  # noqa: E731
-    return apply(params, setting, tokens, _positions(tokens), attend, Decoder.logits)[0]
+
+    def attend(i: int, q: Array, k: Array, v: Array):
+        return causal(q, k, v, window=setting.config.window(i)), None
+
+    return apply(params, setting, tokens, positions(tokens), attend, Decoder.logits)[0]
 
 
-def prefill(params: Any, tokens: Array, lengths: Array, setting: Setting) -> tuple[Array, State]:
-    """tokens i32[B T], lengths i32[B] -> (logits of each row's last token f32[B V], state).
+def start_prompt(batch: int, width: int, dtype: Any, setting: Setting, plan: Plan, slots: tuple[int, ...]) -> Past:
+    """A prompt before its first piece, with room for `width` tokens per row."""
+    c = setting.config
 
-    Attention is exact; a layer's full keys and values exist only until its method has encoded them.
-    """
-    if any(m.restricted for m in setting.plan):
-        return _prefill_restricted(params, tokens, lengths, setting)
-    pos = _positions(tokens, lengths)
-    shown = max((m.queries for m in setting.plan if m.queries is not None), default=0)
-    everything = any(m.queries is None for m in setting.plan)
-    ask = pos if everything else _last_positions(lengths, max(shown, 1))  # what the last layer has queries of
+    def held(*axes: int) -> Array:
+        return jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype)
 
-    def attend(i, q, k, v):
+    def layer(i: int) -> Any:
+        needs = plan[i].needs
+        if needs.chunk:
+            nothing = Block(held(0), held(0), jnp.zeros((batch, 1, 0), jnp.int32))
+            return plan[i].prefill(nothing, None, slots[i])
+        return Prompt(held(width), held(width), held(c.groups, width if needs.queries is None else needs.queries))
+
+    return Past(tuple(map(layer, range(c.layers))), jnp.zeros((batch, c.width), dtype))
+
+
+def prompt_piece(
+    params: Any, tokens: Array, start: Array, lengths: Array, past: Past, setting: Setting, plan: Plan
+) -> Past:
+    """Adds the tokens i32[B C] of a prompt, at positions start..start+C-1 of all rows, to what came before."""
+    pos = start + positions(tokens)
+    real = jnp.where(pos < lengths[:, None], pos, -1)
+
+    def attend(i: int, q: Array, k: Array, v: Array):
         q, k, v = _heads(q, k, v, setting.mesh)
-        window, method, final = setting.config.window(i), setting.plan[i], i + 1 == setting.config.layers
-        block = Block(k, v, pos[:, None])
-        if final and not everything:  # no other token asks
-            out = merge([attend_dense(q, block, ask, window)])
-        else:
-            out = causal(q, k, v, window=window)
-        return out, method.prefill(block, setting.slots[i], _shown(method, q, ask if final else pos, lengths))
-
-    last = None if everything else jnp.maximum(ask, 0)
-    hidden, layers = apply(params, setting, tokens, _positions(tokens), attend, Decoder.__call__, last=last)
-    hidden = pick(hidden, lengths[:, None] - 1) if everything else hidden[:, -1:]
-    return unembed(params, hidden[:, 0], setting), State(layers, lengths, setting.capacity)
-
-
-def _last_positions(lengths: Array, n: int) -> Array:
-    """i32[B n]: the last n positions of each row, -1 where it has fewer."""
-    return jnp.maximum(lengths[:, None] - n + jnp.arange(n, dtype=jnp.int32)[None], -1)
-
-
-def _shown(method: Method, q: Array, pos: Array, lengths: Array) -> Obs | None:
-    """Of queries [B K G Q H] at pos i32[B Q], all of the prompt's or its last ones, those that the method wants."""
-    if method.queries is None:
-        return Obs(q, pos)
-    if method.queries == 0:
-        return None
-    wanted = _last_positions(lengths, method.queries)
-    if pos.shape[1] > method.queries:
-        first = jnp.maximum(pos[:, :1], 0)
-        q = jnp.take_along_axis(q, jnp.maximum(wanted - first, 0)[:, None, None, :, None], 3)
-    return Obs(q, wanted)
-
-
-def _prefill_restricted(params: Any, tokens: Array, lengths: Array, setting: Setting) -> tuple[Array, State]:
-    """A prompt fed as what follows an empty state, chunk by chunk, where the method restricts its attention too."""
-    B, T = tokens.shape
-    chunk = setting.plan[0].chunk
-    dtype = params["embedding"].dtype
-    layers = tuple(m.empty(B, n, dtype) for m, n in zip(setting.plan, setting.slots, strict=True))
-    state = State(layers, jnp.zeros_like(lengths), setting.capacity)
-    tokens = jnp.pad(tokens, [(0, 0), (0, -T % chunk)])
-
-    def step(carry, xs):
-        (state, last), (part, start) = carry, xs
-        real = start + _positions(part) < lengths[:, None]
-        hidden, state = _hidden(params, part, state, setting, chunk, real)
-        return (state, _if_inside(hidden, lengths - 1 - start, last)), None
-
-    parts = tokens.reshape(B, -1, chunk).swapaxes(0, 1)
-    starts = jnp.arange(parts.shape[0], dtype=jnp.int32) * chunk
-    last = jnp.zeros((B, setting.config.width), dtype)
-    (state, last), _ = lax.scan(step, (state, last), (parts, starts))
-    return unembed(params, last, setting), state
-
-
-def prefill_chunk(params: Any, tokens: Array, start: Array, lengths: Array, past: Past, setting: Setting) -> Past:
-    """Adds the chunk tokens i32[B C], at positions start..start+C-1 of all rows, to what came before."""
-    pos = start + _positions(tokens)
-
-    def attend(i, q, k, v):
+        layer, before = plan[i], past.layers[i]
+        if layer.needs.chunk:
+            return layer.extend(before, q, Block(k, v, real[:, None]), k.shape[2], None)[:2]
         at = (0, 0, start, 0)
-        old_k, old_v, shown = past.layers[i]
-        k, v = (lax.dynamic_update_slice(old, new, at) for old, new in ((old_k, k), (old_v, v)))
-        out = causal(q, k, v, start, setting.config.window(i))
-        return out, (k, v, _keep_shown(setting.plan[i], shown, q, start, lengths))
+        k, v = (lax.dynamic_update_slice(old, new, at) for old, new in ((before.k, k), (before.v, v)))
+        out = causal(q, k, v, start, setting.config.window(i), pattern=layer.needs.pattern)
+        return out, Prompt(k, v, shown(layer, q, start, lengths, before.q))
 
     hidden, layers = apply(params, setting, tokens, pos, attend, Decoder.__call__)
     return Past(layers, _if_inside(hidden, lengths - 1 - start, past.last))
 
 
-def _keep_shown(method: Method, shown: Array, q: Array, start: Array, lengths: Array) -> Array:
-    """The queries that the method wants to see [B K G Q H], with those of the chunk q [B K G C H] put in."""
-    if method.queries is None:
-        return lax.dynamic_update_slice(shown, q, (0, 0, 0, start, 0))
-    at = _last_positions(lengths, method.queries) - start
-    inside = ((at >= 0) & (at < q.shape[3]))[:, None, None, :, None]
-    new = jnp.take_along_axis(q, jnp.clip(at, 0, q.shape[3] - 1)[:, None, None, :, None], 3)
-    return jnp.where(inside, new, shown)
+def whole_prompt(
+    params: Any,
+    tokens: Array,
+    lengths: Array,
+    setting: Setting,
+    plan: Plan,
+    finish: Callable[[int, Prompt], Any],
+) -> tuple[Array, tuple]:
+    """A prompt in one piece: tokens i32[B T] -> (hidden states of the last tokens [B D], finish(i, prompt) by layer).
+
+    Exact keys and values of a layer exist only until `finish` has made something of them.
+    """
+    pos = positions(tokens, lengths)
+    wanted = [layer.needs.queries for layer in plan]
+    everything = None in wanted
+    # Of the last layer only these positions ask: no other hidden state is needed.
+    asking = 0 if everything else max(1, *wanted)
+    ask = pos if everything else last_positions(lengths, asking)
+
+    def attend(i: int, q: Array, k: Array, v: Array):
+        q, k, v = _heads(q, k, v, setting.mesh)
+        layer, window, few = plan[i], setting.config.window(i), i + 1 == len(plan) and not everything
+        if few:
+            out = merge([attend_dense(q, Block(k, v, pos[:, None]), ask, window, layer.needs.pattern)])
+        else:
+            out = causal(q, k, v, window=window, pattern=layer.needs.pattern)
+        queries = shown(layer, q, lengths - asking if few else 0, lengths)
+        return out, finish(i, Prompt(k, v, queries))
+
+    last = None if everything else jnp.maximum(ask, 0)
+    hidden, layers = apply(params, setting, tokens, positions(tokens), attend, Decoder.__call__, last=last)
+    hidden = pick(hidden, lengths[:, None] - 1) if everything else hidden[:, -1:]
+    return hidden[:, 0], layers
+
+
+def shown(layer: Layer, q: Array, first: Array | int, lengths: Array, before: Array | None = None) -> Array:
+    """Of queries [B K G C H] from position `first` (one, or i32[B]) on, those that the layer wants: [B K G Q H].
+
+    before: the same of earlier pieces, where those stay that are not in this one.
+    """
+    wanted, B, C = layer.needs.queries, q.shape[0], q.shape[3]
+    if wanted is None:
+        return q if before is None else lax.dynamic_update_slice(before, q, (0, 0, 0, first, 0))
+    at = last_positions(lengths, wanted) - jnp.broadcast_to(jnp.asarray(first), (B,))[:, None]
+    new = jnp.take_along_axis(q, jnp.clip(at, 0, C - 1)[:, None, None, :, None], 3)
+    if before is None:
+        return new
+    return jnp.where(((at >= 0) & (at < C))[:, None, None, :, None], new, before)
 
 
 def _if_inside(hidden: Array, at: Array, otherwise: Array) -> Array:
@@ -154,29 +160,21 @@ def _if_inside(hidden: Array, at: Array, otherwise: Array) -> Array:
     return jnp.where(inside[:, None], row, otherwise)
 
 
-def start_chunks(batch: int, slots: int, dtype: Any, setting: Setting) -> Past:
-    """An empty `Past` with room for `slots` tokens per row."""
-    c = setting.config
-
-    def layer(method):
-        held = lambda *axes: jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype)  # noqa: E731
-        return held(slots), held(slots), held(c.groups, slots if method.queries is None else method.queries)
-
-    return Past(tuple(map(layer, setting.plan)), jnp.zeros((batch, c.width), dtype))
+def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = None) -> tuple[Block, Obs | None]:
+    """A layer's prompt as its method takes it: the block, and the queries that it asked for."""
+    pos = positions(prompt.k[:, 0, :, 0], lengths)
+    block, wanted = Block(prompt.k, prompt.v, pos[:, None]), layer.needs.queries
+    if wanted == 0:
+        return block, None
+    return block, Obs(prompt.q, pos if wanted is None else last_positions(lengths, wanted), keep)
 
 
-def encode_layer(k: Array, v: Array, q: Array, lengths: Array, layer: int, setting: Setting) -> LayerState:
-    """What a chunked prefill gathered for one layer, as in `Past` -> the state of that layer's method."""
-    method = setting.plan[layer]
-    width = min(k.shape[2], setting.capacity)  # what lies beyond is padding
-    k, v = k[:, :, :width], v[:, :, :width]
-    pos = _positions(k[:, 0, :, 0], lengths)
-    obs = None
-    if method.queries is None:
-        obs = Obs(q[:, :, :, :width], pos)
-    elif method.queries:
-        obs = Obs(q, _last_positions(lengths, method.queries))
-    return method.prefill(Block(k, v, pos[:, None]), setting.slots[layer], obs)
+def encode(layer: Layer, prompt: Prompt, lengths: Array, slots: int, capacity: int, keep: Array | None = None) -> Any:
+    """A layer's prompt -> its state."""
+    width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
+    queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
+    block, seen = seen_by(layer, Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries), lengths, keep)
+    return layer.prefill(block, seen, slots)
 
 
 def unembed(params: Any, hidden: Array, setting: Setting) -> Array:
@@ -188,52 +186,57 @@ def unembed(params: Any, hidden: Array, setting: Setting) -> Array:
 def extend(
     params: Any,
     tokens: Array,
-    state: State,
+    cache: Cache,
     setting: Setting,
     lengths: Array | None = None,
     told: Array | None = None,
-) -> tuple[Array, State]:
-    """tokens i32[B T] after what the state holds -> (logits f32[B T V], state); lengths i32[B] when rows are padded.
+) -> tuple[Array, Cache]:
+    """tokens i32[B T] after what the cache holds -> (logits f32[B T V], cache); lengths i32[B] when rows are padded.
 
-    A method with lookahead takes them one by one, each beside the next one where that is told (bool[B T], all by
+    A method that guesses ahead takes them one by one, each beside the next one where that is told (bool[B T], all by
     default), otherwise and after the last one beside the model's own guess.
     """
-    real = _positions(tokens, lengths) >= 0
-    if not any(m.lookahead for m in setting.plan):
-        return advance(params, tokens, state, setting, tokens.shape[1], real)
-    first, state = advance(params, tokens[:, :1], state, setting, 0, real[:, :1])
+    real = positions(tokens, lengths) >= 0
+    if not guesses(cache.plan):
+        return advance(params, tokens, cache, setting, tokens.shape[1], real)
+    first, cache = advance(params, tokens[:, :1], cache, setting, 0, real[:, :1])
     known = jnp.pad(real[:, 1:], [(0, 0), (0, 1)])
     known = known if told is None else known & told
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
 
     def step(carry, xs):
-        (guess, state), (token, real, following, known) = carry, xs
+        (guess, cache), (token, real, following, known) = carry, xs
         both = jnp.stack([token, jnp.where(known, following, guess)], 1)
-        logits, state = advance(params, both, state, setting, 1, jnp.stack([real, real], 1))
-        return (logits[:, 1].argmax(-1).astype(jnp.int32), state), logits[:, 0]
+        logits, cache = advance(params, both, cache, setting, 1, jnp.stack([real, real], 1))
+        return (logits[:, 1].argmax(-1).astype(jnp.int32), cache), logits[:, 0]
 
     guess = first[:, 0].argmax(-1).astype(jnp.int32)
-    (_, state), logits = lax.scan(step, (guess, state), (tokens.T, real.T, following.T, known.T))
-    return logits.swapaxes(0, 1), state
+    (_, cache), logits = lax.scan(step, (guess, cache), (tokens.T, real.T, following.T, known.T))
+    return logits.swapaxes(0, 1), cache
 
 
-def advance(params: Any, tokens: Array, state: State, setting: Setting, commit: int, real: Array | None = None):
-    """tokens i32[B T], of which the first `commit` are kept -> (logits f32[B T V], state); real bool[B T], or all."""
-    hidden, state = _hidden(params, tokens, state, setting, commit, real)
-    return unembed(params, hidden, setting), state
+def guesses(plan: Plan) -> int:
+    """Guessed tokens that each step carries beside the true one."""
+    return max(layer.needs.guesses for layer in plan)
 
 
-def _hidden(params: Any, tokens: Array, state: State, setting: Setting, commit: int, real: Array | None):
-    pos = state.length[:, None] + _positions(tokens)
+def advance(
+    params: Any, tokens: Array, cache: Cache, setting: Setting, commit: int, real: Array | None = None
+) -> tuple[Array, Cache]:
+    """tokens i32[B T], of which the first `commit` are kept -> (logits f32[B T V], cache); real bool[B T], or all."""
+    pos = cache.length[:, None] + positions(tokens)
     pos = pos if real is None else jnp.where(real, pos, -1)
+    carry = None
 
-    def attend(i, q, k, v):
+    def attend(i: int, q: Array, k: Array, v: Array):
+        nonlocal carry  # it goes up from layer to layer, and ends with the step
         q, k, v = _heads(q, k, v, setting.mesh)
-        return setting.plan[i].extend(state.layers[i], q, k, v, pos, commit, setting.config.window(i))
+        out, state, carry = cache.plan[i].extend(cache.layers[i], q, Block(k, v, pos[:, None]), commit, carry)
+        return out, state
 
     hidden, layers = apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.__call__)
     kept = commit if real is None else real[:, :commit].sum(-1, dtype=jnp.int32)
-    return hidden, dataclasses.replace(state, layers=layers, length=state.length + kept)
+    return unembed(params, hidden, setting), dataclasses.replace(cache, layers=layers, length=cache.length + kept)
 
 
 def _heads(q: Array, k: Array, v: Array, mesh: Mesh | None) -> tuple[Array, Array, Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,14 +12,16 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import State
-from kvjax.cache.method import Method
+from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError, pytree
 from kvjax.models.model import Model
-from kvjax.run import api, forward
-from kvjax.run.forward import Setting
-from kvjax.run.prompts import Prompts, pad, token_ids
+from kvjax.run import calls, forward
+from kvjax.run import prefill as prompt_runner
+from kvjax.run.forward import Setting, guesses
+from kvjax.run.plan import bind, checked
+from kvjax.run.prefill import Clock
+from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.sampling import Sampler, row_keys, sample, sampler
 
 
@@ -28,7 +29,7 @@ from kvjax.run.sampling import Sampler, row_keys, sample, sampler
 class Carry:
     """The decode loop's state: `token` has been sampled and is in `out`, but not in the cache yet."""
 
-    state: State
+    cache: Cache
     token: Array  # i32[B]
     out: Array  # i32[B M], -1 where nothing was generated
     done: Array  # bool[B], the row has produced an end-of-sequence id
@@ -38,18 +39,18 @@ class Carry:
     guess: Array | None = None  # i32[B], for a method with lookahead: what may come after `token`
 
 
-def begin(logits: Array, state: State, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
+def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
     """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate."""
     out = jnp.full((logits.shape[0], length), -1, jnp.int32)
     done = jnp.zeros(logits.shape[0], bool)
-    return _emit(Carry(state, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)
+    return _emit(Carry(cache, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)
 
 
 def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
     """One token for every row; under lookahead beside a guess, which is never kept."""
     tokens = jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
-    logits, state = forward.advance(params, tokens, carry.state, setting, 1)
-    carry = dataclasses.replace(carry, state=state)
+    logits, cache = forward.advance(params, tokens, carry.cache, setting, 1)
+    carry = dataclasses.replace(carry, cache=cache)
     if carry.guess is not None:
         carry = dataclasses.replace(carry, guess=_draw(carry, logits[:, 1], carry.i + 1, sampler))
     return _emit(carry, logits[:, 0], sampler)
@@ -57,8 +58,8 @@ def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry
 
 def look_ahead(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
     """Before the first step: guesses what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
-    logits, state = forward.advance(params, carry.token[:, None], carry.state, setting, 0)
-    return dataclasses.replace(carry, state=state, guess=_draw(carry, logits[:, 0], carry.i, sampler))
+    logits, cache = forward.advance(params, carry.token[:, None], carry.cache, setting, 0)
+    return dataclasses.replace(carry, cache=cache, guess=_draw(carry, logits[:, 0], carry.i, sampler))
 
 
 def _draw(carry: Carry, logits: Array, column: Array, s: Sampler) -> Array:
@@ -77,17 +78,24 @@ def _emit(carry: Carry, logits: Array, s: Sampler) -> Carry:
 
 def decode_until(params: Any, carry: Carry, limit: Array, sampler: Sampler, setting: Setting) -> Carry:
     """Steps until `limit` columns are filled or all rows are done."""
-    more = lambda c: (c.i < limit) & ~c.done.all()  # noqa: E731
-    return lax.while_loop(more, lambda c: step(params, c, sampler, setting), carry)
+
+    def more(carry: Carry) -> Array:
+        return (carry.i < limit) & ~carry.done.all()
+
+    return lax.while_loop(more, lambda carry: step(params, carry, sampler, setting), carry)
 
 
 def decode_fixed(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
     """Steps until all M columns are filled, whatever the tokens."""
-    body = lambda c, _: (step(params, c, sampler, setting), None)  # noqa: E731
+
+    def body(carry: Carry, _: None) -> tuple[Carry, None]:
+        return step(params, carry, sampler, setting), None
+
     return lax.scan(body, carry, length=carry.out.shape[1] - 1)[0]
 
 
-BEGIN = Program(begin, static=("length",), donate=("state",))
+BEGIN = Program(begin, static=("length",), donate=("cache",))
+BEGIN_BESIDE = Program(begin, static=("length",))
 LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
 UNTIL = Program(decode_until, static=("setting",), donate=("carry",))
 FIXED = Program(decode_fixed, static=("setting",), donate=("carry",))
@@ -113,71 +121,139 @@ class Result:
 
 
 @dataclasses.dataclass
-class _Run:
-    """A prefilled batch on its way."""
+class Decoding:
+    """A batch that is being decoded: how far it is, and what that took."""
 
     model: Model
     carry: Carry
     sampler: Sampler
-    setting: Setting
+    clock: Clock
     prefill_seconds: float
-    compile_seconds: float
+    decode_seconds: float = 0.0
 
-    def advance(self, limit: int, loop: str = "while") -> float:
-        """Runs the loop up to `limit` columns; returns its seconds."""
-        return self.run(UNTIL, limit=jnp.int32(limit)) if loop == "while" else self.run(FIXED)
+    def advance(self, limit: int, loop: str = "while") -> None:
+        """Runs the loop up to `limit` tokens per row; "scan" runs to the end, whatever the tokens."""
+        if loop == "while":
+            self.run(UNTIL, limit=jnp.int32(limit))
+        else:
+            self.run(FIXED)
 
-    def run(self, program: Program, **extra: Array) -> float:
-        """Runs a program that turns the carry into the next one; returns its seconds, compilation apart."""
-        args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler, **extra}
-        run, seconds = program.compile(**args, setting=self.setting)
-        self.compile_seconds += seconds
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(run(**args))
-        return time.perf_counter() - start
+    def run(self, program: Program, **extra: Array) -> None:
+        """Runs a program that turns the carry into the next one."""
+        before = self.clock.running
+        self.carry = self.clock.call(program, **self.arguments(), **extra)
+        self.decode_seconds += self.clock.running - before
+
+    def arguments(self) -> dict[str, Any]:
+        """What the loop's programs take."""
+        setting = Setting(self.model.config, self.model.mesh)
+        return {"params": self.model.params, "carry": self.carry, "sampler": self.sampler, "setting": setting}
+
+    def program(self) -> str:
+        """The optimised program of the loop, for looking at."""
+        return UNTIL.compile(**self.arguments(), limit=self.carry.i)[0].as_text()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[B n], all tokens so far, -1 where a row had ended; the first came from the prefill."""
+        return np.asarray(self.carry.out)[:, : int(self.carry.i)]
+
+    def result(self) -> Result:
+        """What has been generated."""
+        tokens = [row[row >= 0].tolist() for row in np.asarray(self.carry.out)]
+        tokenizer = self.model.tokenizer
+        return Result(
+            tokens,
+            None if tokenizer is None else [tokenizer.decode(t) for t in tokens],
+            ["stop" if done else "length" for done in np.asarray(self.carry.done)],
+            state_bytes(self.carry.cache),
+            self.prefill_seconds,
+            self.decode_seconds,
+            self.clock.compiling,
+            int(self.carry.i) - 1,
+        )
+
+    def columns(self, count: int) -> Iterator[list[int | None]]:
+        """Each step's tokens as they are made, one per row, None for rows that have ended."""
+        for i in range(count):
+            if i:
+                self.advance(i + 1)
+            column = np.asarray(self.carry.out[:, i])
+            if (column < 0).all():
+                return
+            yield [int(t) if t >= 0 else None for t in column]
 
 
-def _start(model, prompts, method, s, *, max_new_tokens, seed, eos_ids, capacity, state) -> _Run:
+def decoding(
+    model: Model,
+    last: Array,
+    cache: Cache,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    eos_ids: tuple[int, ...] | None = None,
+    keep: bool = False,
+    clock: Clock | None = None,
+) -> Decoding:
+    """Starts decoding from a cache and the logits f32[B V] of its last token.
+
+    The cache is used up, unless it is to be kept; then the loop works on a copy.
+    """
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    ids = token_ids(model, prompts)
-    run, args, setting, compile_seconds = _first_pass(model, ids, method, max_new_tokens, capacity, state)
-    start = time.perf_counter()
-    logits, state = jax.block_until_ready(run(**args))
-    seconds = time.perf_counter() - start
-    if logits.ndim == 3:  # of all fresh tokens: only each row's last one matters
-        last = jnp.array([len(r) - 1 for r in ids])
-        logits = jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0]
+    clock = clock or Clock()
+    prefill_seconds = clock.running
     eos = np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)
-    keys = row_keys(jax.random.key(seed), len(ids))
-    args = {"logits": logits, "state": state, "keys": keys, "eos": jnp.asarray(eos), "sampler": s}
-    run, more = BEGIN.compile(**args, length=max_new_tokens)
-    setting = dataclasses.replace(setting, slots=())  # a step's shapes are the state's
-    begun = _Run(model, run(**args), s, setting, seconds, compile_seconds + more)
-    if method.lookahead and max_new_tokens > 1:
-        begun.prefill_seconds += begun.run(LOOK_AHEAD)
+    carry = clock.call(
+        BEGIN_BESIDE if keep else BEGIN,
+        logits=last,
+        cache=cache,
+        keys=row_keys(jax.random.key(seed), last.shape[0]),
+        eos=jnp.asarray(eos),
+        sampler=sampler,
+        length=max_new_tokens,
+    )
+    begun = Decoding(model, carry, sampler, clock, prefill_seconds)
+    if guesses(cache.plan) and max_new_tokens > 1:
+        begun.run(LOOK_AHEAD)
+        begun.prefill_seconds, begun.decode_seconds = prefill_seconds + begun.decode_seconds, 0.0
     return begun
 
 
-def _first_pass(model, ids, method, max_new_tokens, capacity, state):
-    """The program that runs the prompts, its arguments, its setting, and its compile time."""
-    if state is None:
-        setting = api.setting(model, method, api.room(ids, capacity, max_new_tokens), [len(row) for row in ids])
-        program, args = api.PREFILL, api.inputs(model, *pad(ids))
+def _start(
+    model: Model,
+    prompts: Prompts,
+    method: str | KVMethod | None,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    eos_ids: tuple[int, ...] | None,
+    capacity: int | None,
+    cache: Cache | None,
+) -> Decoding:
+    if max_new_tokens < 1:
+        raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    ids, clock = token_ids(model, prompts), Clock()
+    if cache is None:
+        plan = bind(method, model.config)
+        last, cache = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
     else:
         if capacity is not None:
-            raise KvjaxError("capacity is the given state's; leave it out, or prefill with a larger one")
-        setting = api.setting(model, method, state.capacity)
-        program, args = api.EXTEND, {**api.fresh_inputs(model, ids, state, max_new_tokens), "state": state}
-    args["params"] = model.params
-    run, seconds = program.compile(**args, setting=setting)
-    return run, args, setting, seconds
+            raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
+        checked(model, cache, method)
+        args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
+        setting = Setting(model.config, model.mesh)
+        out, cache = clock.call(calls.EXTEND, params=model.params, **args, cache=cache, setting=setting)
+        last = calls.at_row_ends(out, ids)
+    return decoding(model, last, cache, sampler, max_new_tokens=max_new_tokens, seed=seed, eos_ids=eos_ids, clock=clock)
 
 
 def generate(
     model: Model,
     prompts: Prompts,
-    method: Method,
+    method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -187,40 +263,30 @@ def generate(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     capacity: int | None = None,
-    state: State | None = None,
+    cache: Cache | None = None,
+    state: Cache | None = None,
     loop: str = "while",
 ) -> Result:
-    """Continues each prompt (texts or lists of ids) under a method.
+    """Continues each prompt (texts or lists of ids) under a method, or its string.
 
     A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours. eos_ids: default the
-    checkpoint's. capacity: tokens per row, default what is needed. state: go on from it (of `prefill` or `extend`,
-    under the same method; it stays usable), the prompts being what comes next. loop: "while" stops when all rows
-    have ended, "scan" runs max_new_tokens whatever the tokens.
+    checkpoint's. capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or `extend`; it
+    stays usable and knows its method), the prompts being what comes next. state: the older name of cache. loop: "while"
+    stops when all rows have ended, "scan" runs max_new_tokens whatever the tokens.
     """
     if loop not in ("while", "scan"):
         raise KvjaxError(f"loop must be 'while' or 'scan', got {loop!r}")
     s = sampler(temperature, top_k, top_p, min_p)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity, "state": state}
-    run = _start(model, prompts, method, s, **more)
-    seconds = run.advance(max_new_tokens, loop)
-    out, done, steps = (np.asarray(x) for x in (run.carry.out, run.carry.done, run.carry.i))
-    tokens = [row[row >= 0].tolist() for row in out]
-    return Result(
-        tokens,
-        None if model.tokenizer is None else [model.tokenizer.decode(t) for t in tokens],
-        ["stop" if d else "length" for d in done],
-        state_bytes(run.carry.state),
-        run.prefill_seconds,
-        seconds,
-        run.compile_seconds,
-        int(steps) - 1,
-    )
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity}
+    run = _start(model, prompts, method, s, **more, cache=state if cache is None else cache)
+    run.advance(max_new_tokens, loop)
+    return run.result()
 
 
 def stream(
     model: Model,
     prompts: Prompts,
-    method: Method,
+    method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -230,22 +296,14 @@ def stream(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     capacity: int | None = None,
-    state: State | None = None,
+    cache: Cache | None = None,
+    state: Cache | None = None,
 ) -> Iterator[list[int | None]]:
     """Each step's tokens as they are made, one per row, None for rows that have ended; arguments as in `generate`.
 
     It runs the very program that `generate` runs, one column at a time.
     """
     s = sampler(temperature, top_k, top_p, min_p)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity, "state": state}
-    return _columns(_start(model, prompts, method, s, **more), max_new_tokens)
-
-
-def _columns(run: _Run, count: int) -> Iterator[list[int | None]]:
-    for i in range(count):
-        if i:
-            run.advance(i + 1)
-        column = np.asarray(run.carry.out[:, i])
-        if (column < 0).all():
-            return
-        yield [int(t) if t >= 0 else None for t in column]
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity}
+    run = _start(model, prompts, method, s, **more, cache=state if cache is None else cache)
+    return run.columns(max_new_tokens)

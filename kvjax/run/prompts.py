@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.core.mesh import named
+from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
@@ -17,6 +20,11 @@ BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar pro
 def round_up(n: int, to: int = BUCKET) -> int:
     """The next multiple of `to`."""
     return -(-n // to) * to
+
+
+def place(model: Model, x: np.ndarray, axes: str) -> Array:
+    """An input array on the model's mesh, if it has one."""
+    return jnp.asarray(x) if model.mesh is None else jax.device_put(x, named(axes, model.mesh))
 
 
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:

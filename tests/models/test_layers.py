@@ -10,7 +10,8 @@ import pytest
 
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, RopeScaling
-from kvjax.models.layers import RMSNorm, rope_angles, rope_frequencies, rotate
+from kvjax.core.rope import rotate
+from kvjax.models.layers import RMSNorm
 
 BASE = Config(vocab_size=8, width=8, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=8)
 
@@ -18,7 +19,7 @@ BASE = Config(vocab_size=8, width=8, layers=2, heads=2, kv_heads=1, head_dim=16,
 def test_rotation_turns_each_pair_by_position_times_frequency():
     x = np.random.default_rng(0).normal(size=(1, 3, 16))
     pos = np.array([[0, 5, 900]])
-    cos, sin = rope_angles(BASE, jnp.asarray(pos))
+    cos, sin = BASE.rope.angles(jnp.asarray(pos))
     got = rotate(jnp.asarray(x, jnp.float32), cos, sin)
     z = x[..., :8] + 1j * x[..., 8:]
     turned = z * np.exp(1j * pos[..., None] * 10_000.0 ** (-np.arange(8) / 8))
@@ -29,13 +30,13 @@ def test_rotation_turns_each_pair_by_position_times_frequency():
 def test_a_fraction_leaves_the_other_channels_alone():
     config = dataclasses.replace(BASE, rope_fraction=0.5)
     x = jnp.ones((1, 1, 16))
-    got = rotate(x, *rope_angles(config, jnp.array([[7]])))
+    got = rotate(x, *config.rope.angles(jnp.array([[7]])))
     assert np.array_equal(got[..., 8:], x[..., 8:]) and not np.allclose(got[..., :8], 1)
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
-    got = np.asarray(rope_frequencies(dataclasses.replace(BASE, rope_scaling=scaling)))
+    got = np.asarray(dataclasses.replace(BASE, rope_scaling=scaling).rope.frequencies())
     plain = 10_000.0 ** (-np.arange(8) / 8)
     wave = 2 * np.pi / plain
     for f, p, w in zip(got, plain, wave, strict=True):

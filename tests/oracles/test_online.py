@@ -17,7 +17,7 @@ from kvjax.methods.h2o import H2O
 from kvjax.methods.scissorhands import Scissorhands
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.models.config import Config
-from kvjax.models.layers import rope_angles, rotate
+from kvjax.core.rope import rotate
 from kvjax.testing import dense_attention, full_copies
 from tests.oracles import online as oracle
 
@@ -125,7 +125,7 @@ def test_streaming_runs_on_in_constant_memory():
     n, lengths = 2500, np.array([3])
     rows = make(1, lengths, n)
     q, k, v, _ = batch(rows, lengths, turn=False)
-    angles = rope_angles(CONFIG, jnp.arange(n + 3)[None])  # as the decoder turns them
+    angles = CONFIG.rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
     angles = [a.reshape(n + 3, -1) for a in angles]
     turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
     d = (*map(np.asarray, turned), v, lengths)

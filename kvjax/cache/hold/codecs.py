@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,47 +12,60 @@ from kvjax.core import attention, memory
 from kvjax.core.types import Array
 
 
-class Codec(Protocol):
-    """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale."""
+class Codec:
+    """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale.
 
-    stepwise: bool  # whether fresh tokens must be written one by one
+    A codec is a frozen dataclass with four methods: `encode`, `decode`, `write` and `rows`. The others have a default
+    that follows from these; a codec gives its own where that is faster.
+    """
+
+    stepwise = False  # whether fresh tokens must be written one by one
+    any_slot = True  # whether a token can be written to any slot, or leave it; otherwise only behind the last one
 
     def encode(self, x: Array, pos: Array) -> Any:
-        """x [B K S H], pos i32[B K S] -> stored."""
+        """x [B K S H], pos i32[B 1|K S] -> stored."""
+        raise NotImplementedError
 
     def decode(self, stored: Any) -> Array:
         """stored -> [B K S H], in device memory."""
-
-    def load(self, stored: Any) -> Any:
-        """stored, in device memory."""
+        raise NotImplementedError
 
     def write(self, stored: Any, x: Array, at: Array) -> Any:
-        """Appends x [B K T H] at slot at i32[B] of each row."""
+        """Puts x [B K T H] into the slots from at i32[B 1|K] on; an `at` per head only where `any_slot`."""
+        raise NotImplementedError
 
     def rows(self, stored: Any, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H] in device memory; only these move."""
+        raise NotImplementedError
+
+    def load(self, stored: Any) -> Any:
+        """stored, in device memory."""
+        return stored
 
     def scores(self, q: Array, stored: Any) -> Array:
-        """q [B K G T H] against all stored keys (in device memory) -> f32[B K G T S]."""
+        """q [B K G T H] against all stored keys (in device memory) -> f32[B K G T S], over the root of H."""
+        return attention.scores(q, self.decode(stored))
 
     def mix(self, p: Array, stored: Any) -> Array:
         """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
+        return attention.mix(p, self.decode(stored))
 
     def settled(self, n: Array) -> Array:
         """n i32[B] tokens in a row -> how many of the first will be held inexactly when the next token is read."""
+        return jnp.zeros_like(n)
 
     def on_device(self) -> Codec:
         """The same codec without host placement."""
+        return self
 
     def on_host(self) -> Codec:
         """The same codec, stored as suits the host, from where single rows are fetched."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Plain(Codec):
     """Rows as they are, in the model's dtype, on the device."""
-
-    stepwise = False
 
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
         return memory.pack(x)
@@ -60,33 +73,15 @@ class Plain:
     def decode(self, stored: memory.Buffer) -> Array:
         return memory.unpack(stored)
 
-    def load(self, stored: memory.Buffer) -> memory.Buffer:
-        return stored
-
     def write(self, stored: memory.Buffer, x: Array, at: Array) -> memory.Buffer:
         return memory.append(stored, x, at)
 
     def rows(self, stored: memory.Buffer, idx: Array) -> Array:
         return memory.rows(stored, idx)
 
-    def scores(self, q: Array, stored: memory.Buffer) -> Array:
-        return attention.scores(q, self.decode(stored))
-
-    def mix(self, p: Array, stored: memory.Buffer) -> Array:
-        return attention.mix(p, self.decode(stored))
-
-    def settled(self, n: Array) -> Array:
-        return jnp.zeros_like(n)
-
-    def on_device(self) -> Plain:
-        return self
-
-    def on_host(self) -> Plain:
-        return self
-
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class Host(Codec):
     """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
 
     inner: Codec = Plain()
@@ -97,6 +92,10 @@ class Host:
     @property
     def stepwise(self) -> bool:
         return self.inner.stepwise
+
+    @property
+    def any_slot(self) -> bool:
+        return self.inner.any_slot
 
     def encode(self, x: Array, pos: Array) -> Any:
         return _each_buffer(memory.to_host, self.inner.encode(x, pos))
@@ -125,11 +124,11 @@ class Host:
     def on_device(self) -> Codec:
         return self.inner.on_device()
 
-    def on_host(self) -> Host:
-        return self
-
 
 def _each_buffer(move, stored: Any) -> Any:
     """What is no buffer stays where it is."""
-    is_buffer = lambda x: isinstance(x, memory.Buffer)  # noqa: E731
+
+    def is_buffer(x) -> bool:
+        return isinstance(x, memory.Buffer)
+
     return jax.tree.map(lambda x: move(x) if is_buffer(x) else x, stored, is_leaf=is_buffer)

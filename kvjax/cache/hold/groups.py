@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.hold import quantise as quant
+from kvjax.cache.hold.codecs import Codec
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, KvjaxError, pytree
 
@@ -29,7 +30,7 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kivi:
+class Kivi(Codec):
     """Group quantisation with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
 
     bits: 1, 2, 4 or 8. axis: "channel", groups of `group` consecutive tokens per channel (the paper's keys), or
@@ -48,6 +49,7 @@ class Kivi:
     packed: str = "tokens"
 
     stepwise = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
+    any_slot = False  # a group of tokens shares its scale, and none of them can leave it
 
     def __post_init__(self):
         if self.bits not in quant.BITS:
@@ -115,13 +117,14 @@ class Kivi:
         )
 
     def write(self, stored: Packed, x: Array, at: Array) -> Packed:
-        """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B] in full precision."""
+        """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
+        at = at[:, 0]
         due = at - stored.settled >= self.places
         if self.axis == "channel":
             stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
         else:
             stored = self._flush(stored, due)
-        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.places))
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.places)[:, None]))
 
     def _flush(self, stored: Packed, due: Array) -> Packed:
         at, count = stored.settled, self.leaves
@@ -132,8 +135,8 @@ class Kivi:
         groups = at // self.group if self.axis == "channel" else at
         return Packed(
             self._add_codes(stored.codes, codes, at, due),
-            memory.append(stored.scale, scale, groups, due),
-            memory.append(stored.lo, lo, groups, due),
+            memory.append(stored.scale, scale, groups[:, None], due),
+            memory.append(stored.lo, lo, groups[:, None], due),
             stored.recent,
             jnp.where(due, at + count, at),
             stored.slots,
@@ -141,7 +144,7 @@ class Kivi:
 
     def _add_codes(self, words: memory.Buffer, codes: Array, at: Array, due: Array) -> memory.Buffer:
         if self.packed == "channels":
-            return memory.append(words, quant.pack(codes, self.bits, 3), at, due)
+            return memory.append(words, quant.pack(codes, self.bits, 3), at[:, None], due)
         slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
         shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
         slot = jnp.where(due[:, None], slot // self.per, words.data.shape[2])
@@ -156,9 +159,6 @@ class Kivi:
         slot = jnp.arange(S, dtype=jnp.int32)[None]
         newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
         return jnp.where((slot < stored.settled[:, None])[:, None, :, None], held, newest)
-
-    def load(self, stored: Packed) -> Packed:
-        return stored
 
     def rows(self, stored: Packed, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""

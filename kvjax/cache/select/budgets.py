@@ -17,6 +17,9 @@ class Budget(Protocol):
     def kept(self, length: int, layer: int, layers: int) -> int:
         """Tokens that `layer` of `layers` keeps of a row of `length` tokens: at most `length`."""
 
+    def most(self, layer: int, layers: int) -> int | None:
+        """Tokens that it keeps of a row without end; None if there is no bound."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
@@ -29,6 +32,9 @@ class Uniform:
 
     def kept(self, length: int, layer: int, layers: int) -> int:
         return min(length, self.tokens)
+
+    def most(self, layer: int, layers: int) -> int | None:
+        return self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Ratio:
 
     def kept(self, length: int, layer: int, layers: int) -> int:
         return min(length, max(1, int(length * self.share)))
+
+    def most(self, layer: int, layers: int) -> int | None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +86,10 @@ class Pyramid:
     def kept(self, length: int, layer: int, layers: int) -> int:
         rule = self._authors if self.rule == "authors" else self._peer
         return min(length, rule(length, layer, layers))
+
+    def most(self, layer: int, layers: int) -> int | None:
+        # From a length of four times the budget on, no layer is cut by the length of the row any more.
+        return self.kept(4 * round(self.tokens) + 4 * self.window, layer, layers)
 
     def _authors(self, length: int, layer: int, layers: int) -> int:
         base = self.tokens - self.window
@@ -114,6 +127,9 @@ class Table:
         if len(self.tokens) != layers:
             raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {layers}: give {layers} numbers")
         return min(length, self.tokens[layer])
+
+    def most(self, layer: int, layers: int) -> int | None:
+        return self.kept(max(self.tokens), layer, layers)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.contract import LayerSpec
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, KvjaxError
 
@@ -20,20 +21,39 @@ class Scores(NamedTuple):
     kv: Array  # f32[B K S]
 
 
-class Scorer(Protocol):
-    """Scores the tokens of a block, rows left-aligned; -inf exactly at empty slots, whatever these hold."""
+class Scorer:
+    """How much each token of a block matters, rows left-aligned; -inf exactly at empty slots, whatever these hold.
 
-    queries: int | None  # how many of a row's last queries it looks at: 0 none, W, or None for all of them
+    A scorer is a frozen dataclass with one method, `scores`, and says how many queries it looks at.
+    """
 
-    def score(self, block: Block, obs: Obs | None, window: int | None) -> Array:
-        """f32[B K S]; `window` is the layer's sliding window, as in attention.visible."""
+    queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
 
-    def score_both(self, block: Block, obs: Obs | None, window: int | None) -> Scores:
-        """The scores of each query head, and those of `score`, from one pass."""
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        """Scores of query heads, and those by which a key/value head chooses; see `by_heads` and `by_tokens`."""
+        raise NotImplementedError
+
+    def asked(self, seen: Obs | None) -> Obs:
+        """The queries; raises KvjaxError when the caller brought none."""
+        if seen is None:
+            which = "all" if self.queries is None else f"the last {self.queries}"
+            raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each row")
+        return seen
+
+
+def by_heads(heads: Array, kv: Array, block: Block) -> Scores:
+    """Scores from those of query heads f32[B K G S] and of key/value heads f32[B K S]."""
+    real = block.pos >= 0
+    return Scores(jnp.where(real[:, :, None], heads, -jnp.inf), jnp.where(real, kv, -jnp.inf))
+
+
+def by_tokens(kv: Array, block: Block) -> Scores:
+    """Scores from those of key/value heads alone, f32[B K S]."""
+    return by_heads(kv[:, :, None], kv, block)
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class Window(Scorer):
     """Attention of a row's last `queries` prompt queries, pooled along the tokens before them (SnapKV, 2404.14469).
 
     Mean over the queries (the paper's sum ranks alike). Pooling runs over the tokens before the window only, with
@@ -58,19 +78,16 @@ class Window:
         _one_of("pool", self.pool, ("avg", "max"))
         _one_of("reduce", self.reduce, ("mean", "max"))
 
-    def score(self, block: Block, obs: Obs | None, window: int | None) -> Array:
-        return self.score_both(block, obs, window).kv
-
-    def score_both(self, block: Block, obs: Obs | None, window: int | None) -> Scores:
-        obs = _needed(obs, self)
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        obs = self.asked(seen)
         mine = ((obs.pos >= 0) & (obs.pos > obs.pos.max(-1, keepdims=True) - self.queries)).astype(jnp.float32)
-        raw, _ = mass(block, obs, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), window)
+        raw, _ = mass(block, obs, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)
         real = block.pos >= 0
         before = jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - self.queries
         heads = self._pooled(raw, before[:, :, None])
         reduce = jnp.mean if self.reduce == "mean" else jnp.max
         kv = self._pooled(reduce(raw, 2), before) if self.reduce_first else reduce(heads, 2)
-        return _masked(heads, kv, real)
+        return by_heads(heads, kv, block)
 
     def _pooled(self, x: Array, before: Array) -> Array:
         init, op = (0.0, lax.add) if self.pool == "avg" else (-np.inf, lax.max)
@@ -80,7 +97,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Scorer):
     """Attention summed over all prompt queries, mean over a key/value head's query heads (H2O, 2306.14048).
 
     normalise: "visible" divides by the number of queries that can see the token (kvpress' observed attention), "none"
@@ -97,77 +114,13 @@ class Accumulated:
         if not 0 < self.decay <= 1:
             raise KvjaxError(f"decay must lie in (0, 1], got {self.decay}; 1 forgets nothing")
 
-    def score(self, block: Block, obs: Obs | None, window: int | None) -> Array:
-        return self.score_both(block, obs, window).kv
-
-    def score_both(self, block: Block, obs: Obs | None, window: int | None) -> Scores:
-        obs = _needed(obs, self)
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        obs = self.asked(seen)
         age = jnp.maximum(obs.pos.max(-1, keepdims=True) - obs.pos, 0).astype(jnp.float32)
-        heads, seen = mass(block, obs, jnp.exp(age * np.float32(np.log(self.decay))), window)
+        heads, seen = mass(block, obs, jnp.exp(age * np.float32(np.log(self.decay))), spec.window)
         if self.normalise == "visible":
             heads = heads / jnp.maximum(seen, 1e-30)[:, :, None]
-        return _masked(heads, heads.mean(2), block.pos >= 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyNorm:
-    """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
-
-    queries: ClassVar[int | None] = 0
-
-    def score(self, block: Block, obs: Obs | None = None, window: int | None = None) -> Array:
-        return self.score_both(block, obs, window).kv
-
-    def score_both(self, block: Block, obs: Obs | None = None, window: int | None = None) -> Scores:
-        kv = -jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1))
-        return _masked(kv[:, :, None], kv, block.pos >= 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Random:
-    """Uniform in [0, 1) by (seed, key/value head, position) alone: the baseline. All layers draw alike."""
-
-    queries: ClassVar[int | None] = 0
-    seed: int = 0
-
-    def score(self, block: Block, obs: Obs | None = None, window: int | None = None) -> Array:
-        return self.score_both(block, obs, window).kv
-
-    def score_both(self, block: Block, obs: Obs | None = None, window: int | None = None) -> Scores:
-        pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
-        head = jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
-        bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
-        kv = bits.astype(jnp.float32) * np.float32(2**-24)
-        return _masked(kv[:, :, None], kv, block.pos >= 0)
-
-
-def draw(seed: int, *index: Array) -> Array:
-    """Random uint32 of the indices' shape; each depends on the seed and its own indices, and on nothing else.
-
-    A chain of hashes (MurmurHash3's finaliser): for given first indices, different last ones never draw alike.
-    """
-    x = jnp.full(index[0].shape, np.uint32(seed % 2**32))
-    for i in index:
-        x = _hash(_hash(x) ^ i.astype(jnp.uint32))
-    return x
-
-
-def _hash(x: Array) -> Array:
-    x = (x + np.uint32(0x9E3779B9)).astype(jnp.uint32)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _masked(heads: Array, kv: Array, real: Array) -> Scores:
-    return Scores(jnp.where(real[:, :, None], heads, -jnp.inf), jnp.where(real, kv, -jnp.inf))
-
-
-def _needed(obs: Obs | None, scorer: Scorer) -> Obs:
-    if obs is None:
-        which = "all" if scorer.queries is None else f"the last {scorer.queries}"
-        raise KvjaxError(f"{scorer} scores by queries, got none; observe {which} of each row")
-    return obs
+        return by_heads(heads, heads.mean(2), block)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

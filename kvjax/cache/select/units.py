@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, Block, KvjaxError
 
 
@@ -175,7 +176,7 @@ def per_head(scores: Array, per: str) -> Array:
     """f32[B K S] for "head"; for "layer" their mean over the heads, f32[B 1 S], so that all keep the same tokens."""
     if per not in ("head", "layer"):
         raise KvjaxError(f"per must be 'head' or 'layer', got {per!r}")
-    return scores if per == "head" else scores.mean(1, keepdims=True)
+    return scores if per == "head" else over_heads.mean(scores)
 
 
 def select(
@@ -204,7 +205,8 @@ def gather(block: Block, idx: Array) -> Block:
     where = jnp.broadcast_to(at, (B, heads, at.shape[2]))
     pos = _take(jnp.broadcast_to(block.pos, (B, heads, block.pos.shape[2])), where, 2)
     k, v = (_take(x, rows, 2) for x in (block.k, block.v))
-    return Block(k, v, jnp.where(idx >= 0, pos, -1))
+    bias = None if block.bias is None else _take(block.bias, rows[..., 0], 2)
+    return Block(k, v, jnp.where(idx >= 0, pos, -1), bias)
 
 
 def _take(x: Array, idx: Array, axis: int) -> Array:

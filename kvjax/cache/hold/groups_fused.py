@@ -1,33 +1,30 @@
-"""Reading packed keys and values in one kernel, where there is one for the device."""
+"""KIVI's codes read by one kernel, on NVIDIA GPUs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerState
 from kvjax.cache.hold.groups import Kivi, Packed
+from kvjax.cache.read import fused
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed
-from kvjax.core.types import Array, Block, KvjaxError, Partial
-
-KERNELS = ("auto", "xla", "pallas")
+from kvjax.core.types import Array, Block, Partial
 
 
-def wanted(kernel: str, k, v) -> bool:
-    """Whether the codecs k and v of a layer are to be read by the Pallas kernel; "auto": on NVIDIA GPUs."""
-    fits = isinstance(k, Kivi) and isinstance(v, Kivi) and k.bits == v.bits and k.packed == v.packed == "tokens"
-    fits = fits and (k.axis, v.axis) == ("channel", "token")
-    if kernel == "pallas" and not fits:
-        raise KvjaxError(
-            f"kernel='pallas' reads KIVI codes of equal bits on the device, not {k} and {v}; use kernel='auto'"
-        )
-    return fits and (kernel == "pallas" or (kernel == "auto" and jax.default_backend() == "gpu"))
+def fits(k: Any, v: Any) -> bool:
+    """Keys by channel and values by token, in equal bits, on the device."""
+    both = isinstance(k, Kivi) and isinstance(v, Kivi)
+    return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
 
 
-def read(k: Kivi, v: Kivi, state: LayerState, q: Array, q_pos: Array, window: int | None) -> Partial:
+def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
+    k, v, window = layer.k, layer.v, layer.spec.window
     settled = jnp.minimum(state.k.settled, state.v.settled)
     interpret = jax.default_backend() != "gpu"
     k_codes, v_codes = _codes(state.k), _codes(state.v)
@@ -45,3 +42,6 @@ def read(k: Kivi, v: Kivi, state: LayerState, q: Array, q_pos: Array, window: in
 
 def _codes(stored: Packed) -> packed.Codes:
     return packed.Codes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
+
+
+fused.register("gpu", fused.Form(fits, read, queries=2))

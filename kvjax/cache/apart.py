@@ -1,0 +1,34 @@
+"""Prompt tokens that a layer holds apart from its slots: by unequal heads, or in a second precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.cache.contract import LayerState
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, Partial
+
+
+class Apart:
+    """The `apart` slot of a method. What it holds is read as one more partial, and merged with that of the slots."""
+
+    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+
+    def body(self, kept: int) -> int:
+        """Of so many tokens that a prompt leaves, those that stay in the slots."""
+        raise NotImplementedError
+
+    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Any]:
+        """A prompt's block -> (what goes into the slots, the store of the others)."""
+        raise NotImplementedError
+
+    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+        """Queries q [B K G T H] at q_pos i32[B T] over the store `state.apart`."""
+        raise NotImplementedError
+
+    def positions(self, store: Any) -> Array:
+        """i32[B 1|K S], of the tokens in the store."""
+        raise NotImplementedError
+
+    def check(self, layer: Any) -> None:
+        """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""

@@ -1,0 +1,103 @@
+"""Which tokens leave while decoding: what all policies share.
+
+The order of slots means nothing under a policy: a fresh token goes into the first empty slot of each head, `pos` says
+which token is where, and a token leaves by setting its `pos` to -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerState
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+
+
+class Policy:
+    """The `decode` slot of a method: it counts something per token, and says which tokens leave.
+
+    A policy is a frozen dataclass. It owns what it counts, its marks, and never keys or values: these are held by the
+    method's codecs, wherever these hold them.
+    """
+
+    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    weights = False  # whether `after` wants the attention weights of a step
+
+    def slots(self, layer: Any) -> int:
+        """Slots that the layer takes: the tokens that stay after a step, and the next one."""
+        raise NotImplementedError
+
+    def kept(self, layer: Any, prompt: int) -> int:
+        """Most tokens that a prompt of this length leaves."""
+        return min(prompt, self.slots(layer) - 1)
+
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Any]:
+        """Which tokens of a prompt stay: (their slots in the block, i32[B 1|K n], -1 in unused places; the marks)."""
+        raise NotImplementedError
+
+    def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+        """The state before a token with query q [B K G 1 H] at q_pos i32[B 1] comes in; the base changes nothing."""
+        return state
+
+    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
+        """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left."""
+        raise NotImplementedError
+
+    def check(self, layer: Any) -> None:
+        """Raises IncompatibleMethod for other slots of the method that this policy cannot work with."""
+
+    def index(self, layer: Any, held: Array, pos: Array) -> Array:
+        """Positions counted inside the cache: of tokens at pos i32[B 1|K T], among those held i32[B 1|K S]."""
+        later = jnp.iinfo(jnp.int32).max
+        order = jnp.sort(jnp.where(held < 0, later, held), -1)
+        return jnp.where(pos < 0, 0, _rank(order, pos))
+
+
+def _rank(order: Array, pos: Array) -> Array:
+    """How many of order i32[B K S], ascending, are below each of pos i32[B 1|K T]."""
+    B, K, _ = order.shape
+    pos = jnp.broadcast_to(pos, (B, K, pos.shape[2]))
+    flat = (order.reshape(B * K, -1), pos.reshape(B * K, -1))
+    return lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), flat).reshape(pos.shape)
+
+
+def at_least(method: str, **fields: tuple[int, int]) -> None:
+    """Raises KvjaxError unless each field, given as (value, least), is at least `least`."""
+    for name, (value, least) in fields.items():
+        if value < least:
+            raise KvjaxError(f"{name} of {method} must be at least {least}, got {value}; use {name}={least} or more")
+
+
+def asked(seen: Obs | None, method: str, which: str) -> Obs:
+    """The queries that were asked for; raises KvjaxError when the caller brought none."""
+    if seen is None:
+        raise KvjaxError(f"{method} needs {which} of the prompt in obs, got None; collect them in the prefill")
+    return seen
+
+
+def newest_first(score: Array, pos: Array) -> Array:
+    """Slots i32[B K S] from the highest score to the lowest; the newer token first among equals, empty slots last."""
+    slot = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None], pos.shape)
+    return lax.sort(((pos < 0).astype(jnp.int32), -score, -pos, slot), dimension=2, num_keys=3)[3]
+
+
+def best(score: Array, pos: Array, count: int) -> Array:
+    """The slots i32[B K n] of the `count` tokens of highest score f32[B K S], -1 in unused places."""
+    order = newest_first(score, jnp.broadcast_to(pos, score.shape))[:, :, :count]
+    held = jnp.take_along_axis(jnp.broadcast_to(pos, score.shape), order, 2)
+    return jnp.where(held >= 0, order, -1)
+
+
+def marks_at(marks: Array, chosen: Array, slots: int) -> Array:
+    """Marks [B K T] of a prompt's tokens at chosen i32[B K n], as those of the first n of `slots` slots; else 0."""
+    kept = jnp.take_along_axis(marks, jnp.maximum(chosen, 0), 2)
+    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), marks.dtype))
+    return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
+
+
+def first_empty(pos: Array) -> Array:
+    """i32[B 1|K]: an empty slot of each head."""
+    return jnp.argmin(pos, 2).astype(jnp.int32)

@@ -1,0 +1,40 @@
+"""Reading all slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.cache.contract import LayerState
+from kvjax.cache.read import fused
+from kvjax.cache.read.reader import Reader, Reading, attended, by_query_blocks, logits
+from kvjax.core.types import Array, KvjaxError, Partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Reader):
+    """All slots; what lives on the host is brought back whole.
+
+    kernel: how packed codes are read. "xla": a piece at a time, on any device. "pallas": in one kernel, made for NVIDIA
+    GPUs (elsewhere interpreted, slowly). "auto": the kernel where there is such a GPU.
+    """
+
+    kernel: str = "auto"
+
+    def __post_init__(self):
+        if self.kernel not in fused.KERNELS:
+            raise KvjaxError(f"kernel must be one of {', '.join(fused.KERNELS)}, got {self.kernel!r}")
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        form = None if layer.method.decode or state.bias is not None else fused.find(self.kernel, layer.k, layer.v)
+        if form:
+            part = by_query_blocks(lambda q, t: form.read(layer, state, q, t), q, q_pos, form.queries)
+            return Reading(part, carry=carry)
+        keys, values = layer.k.load(state.k), layer.v.load(state.v)
+
+        def attend(q: Array, q_pos: Array) -> Reading:
+            return attended(logits(layer, state, q, q_pos, keys), lambda p: layer.v.mix(p, values))
+
+        return by_query_blocks(attend, q, q_pos, 512)._replace(carry=carry)

@@ -1,0 +1,110 @@
+"""Which slots a query reads: what all readers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.types import Array, Block, Partial
+
+
+class Reading(NamedTuple):
+    """What a reader gives back."""
+
+    part: Partial  # attention over the slots that were read
+    aux: Any = None  # what the reader keeps from now on
+    weights: Array | None = None  # of a single query, f32[B K G 1 S]: softmax over the slots; for policies
+    carry: Any = None  # for the layer above
+
+
+class Reader:
+    """Attends queries to what the codecs hold. This base keeps nothing of its own beside it.
+
+    A reader is a frozen dataclass with the method `read`. The layer that it is handed has the codecs `k` and `v` and
+    the `spec`; see `kvjax.cache.method.MethodLayer`.
+    """
+
+    guesses = 0  # guessed tokens that each decode step should carry
+    stepwise = False  # whether fresh tokens must come one by one
+    any_slot = True  # whether tokens may come and go in any order of slots
+    host = False  # whether it keeps something in host memory
+    chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
+
+    def begin(self, block: Block, spec: LayerSpec) -> Any:
+        """What the reader keeps after a prompt; block [B K S H] with the prompt at the front of each row."""
+        return None
+
+    def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
+        """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on."""
+        return aux
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, carry: Any
+    ) -> Reading:
+        """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
+
+        guessed: attention to tokens of this call that are not kept, for readers that need a softmax over everything.
+        carry: what the layer below handed up.
+        """
+        raise NotImplementedError
+
+
+def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
+    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
+    if layer.method.positions == "cache":
+        s = _indexed_scores(layer, state, q, q_pos, keys)
+    else:
+        s = layer.k.scores(q, keys)
+    if state.bias is not None:
+        s = s + state.bias[:, :, None, None]
+    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+
+
+def _indexed_scores(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
+    """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
+    rope, index = layer.spec.rope, layer.method.decode.index
+    turned = rope.turn(layer.k.decode(keys), index(layer, state.pos, state.pos))
+    bare = rope.bare_queries(q, q_pos)
+    return scores(rope.turn_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)
+
+
+def attended(s: Array, mix: Callable[[Array], Array]) -> Reading:
+    """Masked logits f32[B K G T S], and what mixes values by weights of that shape -> the reading of all slots."""
+    p, m, l = weights(s)
+    return Reading(Partial(mix(p), m, l), weights=shares(p, l))
+
+
+def shares(p: Array, l: Array) -> Array | None:
+    """Softmax weights of a single query; None for several, which no policy asks for."""
+    return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
+
+
+def by_query_blocks(attend: Callable[[Array, Array], Any], q: Array, q_pos: Array, n: int) -> Any:
+    """attend(q, q_pos), n queries at a time, so that a long chunk needs no T x S array.
+
+    It gives arrays [B K G T ...] (a Partial, a Reading).
+    """
+    T = q.shape[3]
+    if T <= n:
+        return attend(q, q_pos)
+    parts = lax.map(lambda xs: attend(*xs), (cut(q, 3, n), cut(q_pos, 1, n, -1)))
+    return jax.tree.map(lambda x: joined(x, T), parts)
+
+
+def cut(x: Array, axis: int, n: int, fill: int = 0) -> Array:
+    """An axis as (count, n), padded with `fill`; count comes first."""
+    T = x.shape[axis]
+    x = jnp.pad(x, [(0, -T % n if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :]), axis, 0)
+
+
+def joined(x: Array, T: int) -> Array:
+    """[count B K G n ...] -> [B K G T ...]."""
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :T]

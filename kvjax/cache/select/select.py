@@ -1,0 +1,141 @@
+"""Which tokens of a prompt a layer keeps: scored, counted, protected, and chosen unit by unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.select.budgets import Budget, Uniform, kept_by_length
+from kvjax.cache.select.represent import Represent, Units, part_of
+from kvjax.cache.select.scorers import Scorer, Scores
+from kvjax.cache.select.units import (
+    Chunk,
+    Page,
+    Split,
+    Token,
+    Unit,
+    by_unit,
+    check,
+    evictable,
+    indices,
+    per_head,
+    split,
+    top,
+    unit_scores,
+)
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+
+
+class Choice(NamedTuple):
+    """What a selection says of a block."""
+
+    slots: Array  # i32[B 1|K n], the slots that stay, in order, -1 in unused places
+    scores: Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """The `select` slot of a method: after the prompt, each row keeps its budget of tokens and loses the others.
+
+    sinks, recent: so many first and last tokens always stay. unit: what is kept or dropped as one. per: "head", each
+    key/value head its own tokens, or "layer", one set for all. How many tokens that makes is told in `units`.
+    """
+
+    scorer: Scorer
+    budget: Budget
+    sinks: int = 0
+    recent: int = 0
+    unit: Unit = Token()
+    per: str = "head"
+
+    def kept(self, length: int, spec: LayerSpec) -> int:
+        """Most tokens that a prompt of this length leaves."""
+        return int(self._table(length, spec)[length])
+
+    def most(self, spec: LayerSpec) -> int | None:
+        """Most tokens that a text without end leaves; None if there is no bound."""
+        most = self.budget.most(spec.index, spec.layers)
+        return None if most is None else max(most, self.sinks + self.recent)
+
+    def counts(self, block: Block, seen: Obs | None, slots: int, spec: LayerSpec) -> Array:
+        """i32[B]: tokens of each row that stay, at most `slots`."""
+        if seen is not None and seen.keep is not None:
+            return jnp.minimum(seen.keep, slots)
+        table = jnp.asarray(self._table(block.pos.shape[2], spec))
+        return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], slots)
+
+    def choose(
+        self,
+        block: Block,
+        seen: Obs | None,
+        keep: Array,
+        slots: int,
+        spec: LayerSpec,
+        represent: Represent | None = None,
+    ) -> Choice:
+        """The `keep` i32[B] tokens of each row that matter most; block [B K T H], rows left-aligned.
+
+        With `represent`, a share of the units that the budget has room for, rounded down, goes to representatives: one
+        set for the whole layer (KVCrush's bits mix the heads), chosen from the units that no key/value head keeps as
+        important. Where it finds fewer, each head's next best units take the places: a row keeps as many tokens as
+        without it.
+        """
+        S = block.k.shape[2]
+        check(block.pos, keep, slots, self.sinks, self.recent, self.unit)
+        scores = self.scorer.scores(block, seen, spec)
+        part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
+        by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
+        taken = jnp.zeros((by_units.shape[0], by_units.shape[2]), bool)
+        places = 0
+        if represent is not None:
+            places = part_of(represent.share, max(slots - self.sinks - self.recent, 0) // self.unit.size)
+        if places:
+            taken = self._representatives(block, scores.heads, by_units, part, represent, places)
+        allowed = evictable(part, by_units.shape[2]) & ~taken
+        chosen = top(by_units, allowed[:, None], part.quota - taken.sum(-1, dtype=jnp.int32)) | taken[:, None]
+        return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
+
+    def _representatives(
+        self, block: Block, heads: Array, by_units: Array, part: Split, represent: Represent, places: int
+    ) -> Array:
+        """bool[B U]: the units of each row that stand for others."""
+        B, _, U = by_units.shape
+        valid = evictable(part, U)
+        count = part_of(represent.share, part.quota)
+        important = over_heads.any(top(by_units, valid[:, None], part.quota - count))[:, 0]
+        units = Units(
+            by_unit(heads, self.sinks, self.unit.size),
+            by_unit(block.k, self.sinks, self.unit.size, 2),
+            valid,
+            valid & ~important,
+        )
+        found = represent.representatives(units, count, places)
+        at = jnp.where(found < 0, U, found)
+        return jnp.zeros((B, U), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")
+
+    def _table(self, longest: int, spec: LayerSpec):
+        return kept_by_length(self.budget, longest, spec.index, spec.layers, self.sinks + self.recent)
+
+
+def unit_of(text: str) -> Unit:
+    """A unit from "token", "chunk8" or "page32" and the like; raises KvjaxError for anything else."""
+    kind = text.rstrip("0123456789")
+    size = text[len(kind) :]
+    if text == "token":
+        return Token()
+    if kind in ("chunk", "page") and size:
+        return (Chunk if kind == "chunk" else Page)(int(size))
+    raise KvjaxError(f"unit must be 'token', 'chunk' or 'page' with a size, as in 'chunk8' or 'page32', got {text!r}")
+
+
+def selecting(
+    scorer: Scorer, budget: int | Budget, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+) -> Select:
+    """A selection from what a recipe is given: a budget may be a number of tokens, a unit its name."""
+    budget = Uniform(budget) if isinstance(budget, int) else budget
+    return Select(scorer, budget, sinks, recent, unit_of(unit), per)

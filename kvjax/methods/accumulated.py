@@ -1,0 +1,27 @@
+"""The tokens that received most attention in the prompt."""
+
+from __future__ import annotations
+
+from kvjax.cache.method import Method
+from kvjax.cache.select import scorers
+from kvjax.cache.select.select import selecting
+from kvjax.methods.catalogue import recipe
+
+
+@recipe("H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485")
+def accumulated(
+    budget: int = 1024,
+    recent: int = 8,
+    normalise: str = "none",
+    decay: float = 1.0,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps the tokens that received most attention in it, and the recent ones.
+
+    normalise: "none", the sum over all queries (KVCache-Factory's H2O), or "visible", divided by the number of queries
+    that could see the token (kvpress' observed attention; there with recent=0). decay: A2SF's forgetting factor.
+    budget, unit, per as in `snapkv`. The method of the H2O paper evicts at every step: `h2o`.
+    """
+    return Method(select=selecting(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))

@@ -1,0 +1,61 @@
+"""The register of published methods: each file of this folder adds its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import kvjax.methods
+from kvjax.methods.trial import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A published method: how to make it, and where it comes from."""
+
+    name: str
+    make: Callable[..., Any]
+    source: str
+    trials: tuple[Trial, ...] = ()  # rows of the battery of tests
+    differs: str = ""  # in a sentence, what is not as in the public code or the paper
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Its parameters with types and defaults."""
+        return dict(inspect.signature(self.make, eval_str=True).parameters)
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        return inspect.getdoc(self.make).splitlines()[0]
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(source: str, *trials: Trial, differs: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
+
+    def register(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(make).bind(*args, **kwargs).arguments
+            text = ",".join(f"{k}={v}" for k, v in given.items())
+            return dataclasses.replace(make(*args, **kwargs), recipe=make.__name__ + (f":{text}" if text else ""))
+
+        RECIPES[make.__name__] = Recipe(make.__name__, named, source, trials, differs)
+        return named
+
+    return register
+
+
+def load_all() -> dict[str, Recipe]:
+    """All recipes: every file of this folder has been imported."""
+    for module in pkgutil.iter_modules(kvjax.methods.__path__):
+        importlib.import_module(f"kvjax.methods.{module.name}")
+    return RECIPES

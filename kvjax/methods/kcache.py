@@ -1,0 +1,88 @@
+"""KCache: keys on the device, values on the host, and only the values that count fetched."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerState
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import Reader, Reading, by_query_blocks, logits, shares
+from kvjax.core.attention import weights
+from kvjax.core.types import Array, KvjaxError, Partial
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class TopV(Reader):
+    """Exact softmax over all keys, then only the values of the n heaviest slots (KCache, section 3.1).
+
+    granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight
+    summed over its query heads. renormalise: divide by the weight of the chosen slots instead of all of them
+    (the paper's formula does not: the output shrinks by the mass left out).
+    """
+
+    n: int
+    renormalise: bool = False
+    granularity: str = "query"
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise KvjaxError(f"n must be at least 1 value per head, got {self.n}; the paper uses 32, 64 or 128")
+        if self.granularity not in ("query", "kv"):
+            raise KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        keys = layer.k.load(state.k)
+
+        def attend(q: Array, q_pos: Array) -> Reading:
+            B, K, G, T, H = q.shape
+            p, m, l = weights(logits(layer, state, q, q_pos, keys))
+            n = min(self.n, p.shape[-1])
+            by = p if self.granularity == "query" else (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
+            idx = lax.top_k(by, n)[1]  # [B K G|1 T n]
+            values = layer.v.rows(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
+            values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
+            heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
+            o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
+            return Reading(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
+
+        return by_query_blocks(attend, q, q_pos, 64)._replace(carry=carry)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(x.rows(x.S) + x.positions(x.S) + x.per_row(), x.rows(x.S))
+
+
+@recipe(
+    "KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1",
+    Trial("kcache:n=3,device_layers=0", "kcache:n=100,device_layers=0", _bytes),
+    Trial(
+        "kcache:n=3,device_layers=0,renormalise=true",
+        "kcache:n=100,device_layers=0,renormalise=true",
+        _bytes,
+        name="renormalised",
+    ),
+    Trial(
+        "kcache:n=3,device_layers=0,granularity=kv",
+        "kcache:n=100,device_layers=0,granularity=kv",
+        _bytes,
+        name="one set per head",
+    ),
+)
+def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> Method:
+    """Keys on the device, values in pinned host memory; exact scores, and only the n heaviest values are fetched.
+
+    n: values per head and step (the paper: 32, 64, 128). device_layers: so many first layers keep their values on
+    the device and read all of them (the paper: 0..3, and 1 in its detailed table). renormalise: divide by the
+    weight of the n chosen slots (the paper's formula does not, its text suggests it). granularity: "query", one set
+    per query head (the paper), or "kv", one per key/value head.
+    """
+    return Method(v=Host(Plain()), read=TopV(n, renormalise, granularity), device_layers=device_layers)

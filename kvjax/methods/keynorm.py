@@ -1,0 +1,29 @@
+"""The tokens with the smallest keys."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block
+from kvjax.methods.catalogue import recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNorm(Scorer):
+    """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        return by_tokens(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
+
+
+@recipe("Devoto et al. 2024, arXiv 2406.11430")
+def keynorm(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+    """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
+    return Method(select=selecting(KeyNorm(), budget, sinks, recent, unit, per))

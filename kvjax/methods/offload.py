@@ -1,0 +1,13 @@
+"""The exact cache in host memory."""
+
+from __future__ import annotations
+
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.methods.catalogue import recipe
+
+
+@recipe("FlexGen, Sheng et al. 2023, arXiv 2303.06865; what transformers calls the offloaded cache")
+def offload() -> Method:
+    """All keys and values in pinned host memory, brought back layer by layer: exact, and slow by the bus."""
+    return Method(k=Host(Plain()), v=Host(Plain()))

@@ -1,0 +1,31 @@
+"""PyramidKV: SnapKV's choice, with fewer tokens the higher the layer."""
+
+from __future__ import annotations
+
+from kvjax.cache.method import Method
+from kvjax.cache.select import budgets, scorers
+from kvjax.cache.select.select import selecting
+from kvjax.methods.catalogue import recipe
+
+
+@recipe("PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts")
+def pyramidkv(
+    budget: int = 1024,
+    window: int = 8,
+    kernel: int = 7,
+    pool: str = "max",
+    beta: int = 20,
+    rule: str = "authors",
+    reduce: str = "mean",
+    reduce_first: bool = False,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """SnapKV's choice with many tokens in the first layers and few in the last, `budget` a layer on average.
+
+    beta: how much steeper than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the
+    budget), or "peer", kvpress' floating-point form. The others as in `snapkv`.
+    """
+    scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
+    return Method(select=selecting(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))

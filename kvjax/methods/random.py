@@ -1,0 +1,37 @@
+"""Tokens drawn by chance: the baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.random import draw
+from kvjax.core.types import Block
+from kvjax.methods.catalogue import recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Scorer):
+    """Uniform in [0, 1) by (seed, key/value head, position) alone. All layers draw alike."""
+
+    seed: int = 0
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
+        head = over_heads.first(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
+        bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
+        return by_tokens(bits.astype(jnp.float32) * np.float32(2**-24), block)
+
+
+@recipe("the baseline of chance")
+def random(budget: int = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
+    """After the prompt each head keeps tokens drawn by seed, head and position."""
+    return Method(select=selecting(Random(seed), budget, sinks, recent, unit, "head"))

@@ -1,0 +1,41 @@
+"""SnapKV: the tokens that the prompt's last queries attend to."""
+
+from __future__ import annotations
+
+from kvjax.cache.method import Method
+from kvjax.cache.select import scorers
+from kvjax.cache.select.select import selecting
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(6)
+    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+
+
+@recipe(
+    "SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs",
+    Trial("snapkv:budget=6,window=2,kernel=3", "snapkv:budget=100,window=2,kernel=3", _bytes),
+)
+def snapkv(
+    budget: int = 1024,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "max",
+    reduce: str = "mean",
+    reduce_first: bool = False,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps its window and the tokens that the window's queries attend to most, pooled.
+
+    budget: prompt tokens kept per layer and key/value head, the window included; what is decoded is kept too, one row a
+    token. window, kernel, pool: the last queries, and the pooling over neighbours, "max" or "avg" (the class in the
+    authors' code: 64, 5, avg). reduce, reduce_first: over a key/value head's query heads, mean or max, before or
+    after pooling. unit: "token", or "chunk8", "page32" and the like. per: "head", or "layer" for one set for all heads.
+    """
+    return Method(
+        select=selecting(scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per)
+    )

@@ -1,0 +1,58 @@
+"""Small settings of a method for the battery of tests: each file of this folder states its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Sizes(NamedTuple):
+    """The layer on which the battery tries a method."""
+
+    B: int  # rows
+    K: int  # key/value heads
+    G: int  # query heads of each
+    H: int  # head dim
+    S: int  # capacity, tokens per row
+    prompt: int  # tokens of the longest prompt
+    itemsize: int  # bytes of a number
+
+    def rows(self, slots: int) -> int:
+        """Bytes of keys, or of values, in so many slots of every head."""
+        return self.B * self.K * slots * self.H * self.itemsize
+
+    def positions(self, slots: int, per_head: bool = False) -> int:
+        """Bytes of the positions of so many slots: one for all heads, or one for each."""
+        return 4 * self.B * slots * (self.K if per_head else 1)
+
+    def per_row(self) -> int:
+        """Bytes of one number per row, such as the slots in use."""
+        return 4 * self.B
+
+    def left(self, budget: int) -> int:
+        """Slots after a selection of so many tokens: what it leaves of the prompt, and room for what follows."""
+        return min(budget, self.prompt) + self.S - self.prompt
+
+
+class Bytes(NamedTuple):
+    """Bytes of one layer's state, by memory kind."""
+
+    device: int
+    pinned_host: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A method at a size that loses something in the battery's prompts of up to nine tokens, and what to expect of it.
+
+    small: its string. limit: the same with room for everything, where it must equal dense attention, from decode step
+    `exact_from` on; empty for a method that has no such limit. bytes: what the layer's state takes, from the recipe and
+    not from the code. name: what tells it from other trials of the same recipe.
+    """
+
+    small: str
+    limit: str
+    bytes: Callable[[Sizes], Bytes]
+    exact_from: int = 0
+    name: str = ""

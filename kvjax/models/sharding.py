@@ -1,0 +1,30 @@
+"""Where parameters live on a mesh."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from kvjax.core.mesh import RULES, named
+from kvjax.core.types import KvjaxError
+from kvjax.models.config import Config
+from kvjax.models.decoder import init
+
+
+def abstract_params(config: Config, dtype) -> dict:
+    """Shapes and axis letters of all parameters, without making any."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
+
+
+def param_shardings(config: Config, mesh: Mesh) -> dict:
+    """A NamedSharding per parameter; raises when an axis does not divide."""
+    for letter, size in (("K", config.kv_heads), ("F", config.mlp_width), ("V", config.vocab_size)):
+        ways = mesh.shape.get(RULES[letter], 1)
+        if size % ways:
+            raise KvjaxError(
+                f"axis {letter} of size {size} does not divide over the {ways} devices of mesh axis "
+                f"{RULES[letter]!r}; use a mesh axis that divides kv_heads, mlp_width and vocab_size"
+            )
+    axes = nn.get_partition_spec(abstract_params(config, "float32"))
+    return jax.tree.map(lambda p: named(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -1,0 +1,157 @@
+"""The public calls on a model and an explicit cache: logits, prefill, extend, score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core.program import Program
+from kvjax.core.types import Array, KvjaxError
+from kvjax.models.model import Model
+from kvjax.run import forward
+from kvjax.run import prefill as prompt_runner
+from kvjax.run.forward import Setting, guesses
+from kvjax.run.plan import bind, checked
+from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
+
+UNCACHED = Program(forward.uncached, static=("setting",))
+EXTEND = Program(forward.extend, static=("setting",))
+
+
+def logits(model: Model, ids: Prompts) -> Array:
+    """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
+    tokens, lengths = pad(token_ids(model, ids))
+    out = UNCACHED(params=model.params, tokens=place(model, tokens, "B T"), setting=Setting(model.config, model.mesh))
+    return out[:, : int(lengths.max())]
+
+
+def room(ids: Sequence[Sequence[int]], capacity: int | None, extra: int) -> int:
+    """Capacity in tokens per row, checked against the longest prompt and `extra` tokens to come."""
+    need = max(map(len, ids)) + extra
+    if capacity is not None and capacity < need:
+        raise KvjaxError(
+            f"capacity {capacity} is too small: the longest prompt has {need - extra} tokens and {extra} more are to "
+            f"come; raise capacity to at least {need}, or shorten the prompt"
+        )
+    return round_up(need if capacity is None else capacity)
+
+
+def prefill(
+    model: Model,
+    ids: Prompts,
+    method: str | KVMethod,
+    *,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    progress: bool = False,
+) -> tuple[Array, Cache]:
+    """Runs the prompts; returns (logits of each row's last token f32[B V], cache).
+
+    method: a method or its string. capacity: tokens per row that the cache has room for, the prompt included (default:
+    128 more than the longest). chunk: process so many tokens at a time (memory then holds the full keys and values of
+    all layers at once, where otherwise one layer's suffice); progress: show a bar over the chunks.
+    """
+    ids = token_ids(model, ids)
+    capacity = room(ids, capacity, 0 if capacity is not None else 128)
+    return prompt_runner.run(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
+
+
+def fresh_inputs(
+    model: Model, ids: Sequence[Sequence[int]], cache: Cache, extra: int = 0, width: int | None = None
+) -> dict[str, Array]:
+    """Padded tokens that follow a cache, checked against its rows and its room (`extra` more are to come)."""
+    if len(ids) != cache.length.shape[0]:
+        raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
+    longest = max(map(len, ids))
+    used = int(np.max(jax.device_get(cache.length)))
+    need = used + longest + extra
+    if need > cache.capacity:
+        raise KvjaxError(
+            f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
+            f"prefill with capacity={need} or more"
+        )
+    tokens, lengths = pad(ids, min(width or longest, cache.capacity - used))
+    return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
+
+
+def at_row_ends(out: Array, ids: Sequence[Sequence[int]]) -> Array:
+    """Of logits f32[B T V] of rows of tokens, those of each row's last token, f32[B V]."""
+    last = jnp.array([len(row) - 1 for row in ids])
+    return jnp.take_along_axis(out, last[:, None, None], 1)[:, 0]
+
+
+def extend(
+    model: Model,
+    ids: Prompts,
+    cache: Cache,
+    method: str | KVMethod | None = None,
+    *,
+    decoded: bool | Sequence[Sequence[bool]] = False,
+) -> tuple[Array, Cache]:
+    """Runs further tokens of every row on a cache: (logits f32[B T V], a new cache); the given cache stays usable.
+
+    Rows may be of unequal length; beyond a row's length the logits mean nothing. method: the cache knows its own; one
+    that is named must be that one. decoded: which tokens stand for what the method would decode, all or those marked
+    in each row: one that looks ahead must guess these, as it does then, and is not told. Raises when the cache has no
+    room, or when another model or method filled it.
+    """
+    cache, ids = checked(model, cache, method), token_ids(model, ids)
+    return extend_padded(model, ids, cache, decoded)
+
+
+def extend_padded(
+    model: Model,
+    ids: Sequence[Sequence[int]],
+    cache: Cache,
+    decoded: bool | Sequence[Sequence[bool]] = False,
+    width: int | None = None,
+) -> tuple[Array, Cache]:
+    """`extend` of lists of ids, padded to a width, so that rows of many lengths share one program."""
+    args = fresh_inputs(model, ids, cache, width=width)
+    if guesses(cache.plan) and decoded is not False:
+        marks = [[True] * len(row) for row in ids] if decoded is True else decoded
+        told = [[not d for d in row[1:]] + [False] for row in marks]
+        args["told"] = place(model, pad(told, args["tokens"].shape[1])[0] > 0, "B T")
+    return EXTEND(params=model.params, **args, cache=cache, setting=Setting(model.config, model.mesh))
+
+
+def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | KVMethod) -> list[np.ndarray]:
+    """Natural-log probabilities of each continuation's tokens after its prompt, under a method; one f32[T] per row."""
+    prompts, continuations = token_ids(model, prompts), token_ids(model, continuations)
+    if len(prompts) != len(continuations):
+        raise KvjaxError(f"{len(prompts)} prompts but {len(continuations)} continuations; give one per prompt")
+    longest = max(map(len, continuations))
+    first, cache = prefill(model, prompts, method, capacity=max(map(len, prompts)) + longest)
+    return [logp for logp, _ in forced(model, first, cache, continuations)]
+
+
+def forced(
+    model: Model, last: Array, cache: Cache, continuations: Sequence[Sequence[int]], width: int | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Teacher forcing from a cache and the logits f32[B V] of its last token.
+
+    Per row: (the natural-log probability of each token f32[T], the likeliest token at its place i32[T]).
+    """
+    out, longest = last[:, None], max(map(len, continuations))
+    if longest > 1:
+        fed = [list(c[:-1]) or [0] for c in continuations]  # a row of one token feeds a token that nothing reads
+        out = jnp.concatenate([out, extend_padded(model, fed, cache, decoded=True, width=width)[0]], 1)
+    tokens, _ = pad(continuations, out.shape[1])
+    logp, likeliest = (np.asarray(x) for x in _scored(out, jnp.asarray(tokens)))
+    return [(p[: len(c)], t[: len(c)]) for p, t, c in zip(logp, likeliest, continuations, strict=True)]
+
+
+@jax.jit
+def _scored(out: Array, tokens: Array) -> tuple[Array, Array]:
+    """logits f32[B T V], tokens i32[B T] -> (their natural-log probabilities f32[B T], the likeliest i32[B T])."""
+    return log_probs(out, tokens), out.argmax(-1).astype(jnp.int32)
+
+
+@jax.jit
+def log_probs(out: Array, tokens: Array) -> Array:
+    """logits f32[B T V], tokens i32[B T] -> natural-log probabilities f32[B T]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(out, -1), tokens[..., None], -1)[..., 0]

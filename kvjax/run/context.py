@@ -1,0 +1,141 @@
+"""Documents that have been read once: ask of them, feed more, stream, score, count; the cache stays what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core.types import Array, KvjaxError
+from kvjax.models.model import Model
+from kvjax.run import calls
+from kvjax.run import prefill as prompt_runner
+from kvjax.run.forward import guesses
+from kvjax.run.generate import Decoding, Result, decoding
+from kvjax.run.plan import bind
+from kvjax.run.prefill import Clock
+from kvjax.run.prompts import Prompts, round_up, token_ids
+from kvjax.run.sampling import sampler
+
+ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Context:
+    """What a model holds of a batch of documents under a method, and what it expects next.
+
+    A value: every call leaves it as it is, and what changes comes back as a new one. Rows are documents.
+    """
+
+    model: Model
+    cache: Cache
+    last: Array  # f32[B V], the logits of each row's last token
+    read_seconds: float = 0.0  # of the documents, compilation apart
+
+    @property
+    def rows(self) -> int:
+        """B, documents of the batch."""
+        return self.last.shape[0]
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """What the cache takes, by memory kind, for all rows."""
+        return state_bytes(self.cache)
+
+    def kept_positions(self) -> list[list[list[np.ndarray]]]:
+        """[layer][row][key/value head]: the positions of the tokens that the cache holds."""
+        return kept_positions(self.cache)
+
+    def feed(
+        self, more: Prompts, *, decoded: bool | Sequence[Sequence[bool]] = False, width: int | None = None
+    ) -> Context:
+        """The context with more text behind each row; decoded and width as in `kvjax.extend`."""
+        ids = token_ids(self.model, more)
+        out, cache = calls.extend_padded(self.model, ids, self.cache, decoded, width)
+        return dataclasses.replace(self, cache=cache, last=calls.at_row_ends(out, ids))
+
+    def start(
+        self,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+        eos_ids: tuple[int, ...] | None = None,
+        use_up: bool = False,
+    ) -> Decoding:
+        """Decoding behind each row, under way: to be advanced in slices, looked into, and timed.
+
+        use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
+        """
+        self._check_room(max_new_tokens)
+        how = sampler(temperature, top_k, top_p, min_p)
+        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
+        return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
+
+    def generate(self, *, max_new_tokens: int = 64, **options) -> Result:
+        """What comes next in each row; options as in `start`."""
+        run = self.start(max_new_tokens=max_new_tokens, **options)
+        run.advance(max_new_tokens)
+        return run.result()
+
+    def stream(self, *, max_new_tokens: int = 64, **options) -> Iterator[list[int | None]]:
+        """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
+        return self.start(max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
+
+    def ask(self, questions: Prompts, *, max_new_tokens: int = 64, width: int | None = None, **options) -> Result:
+        """The answer to one question per row, asked as if it were the first; options as in `start`."""
+        asked = self.feed(questions, width=width)
+        return asked.generate(max_new_tokens=max_new_tokens, use_up=True, **options)
+
+    def score(self, continuations: Prompts, *, width: int | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Teacher forcing, one continuation per row: (natural-log probability of each token, the likeliest token)."""
+        ids = token_ids(self.model, continuations)
+        if len(ids) != self.rows:
+            raise KvjaxError(f"{len(ids)} continuations for {self.rows} rows; give one per row")
+        return calls.forced(self.model, self.last, self.cache, ids, width)
+
+    @property
+    def guesses(self) -> int:
+        """Guessed tokens that the method has each decode step carry."""
+        return guesses(self.cache.plan)
+
+    def _check_room(self, more: int) -> None:
+        used = int(np.max(np.asarray(self.cache.length)))
+        if used + more > self.cache.capacity:
+            raise KvjaxError(
+                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {more} more do not "
+                f"fit: read with room={more} or more"
+            )
+
+
+def read(
+    model: Model,
+    documents: Prompts,
+    method: str | KVMethod,
+    *,
+    room: int = ROOM,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    width: int | None = None,
+    progress: bool = False,
+) -> Context:
+    """Reads documents, texts or lists of ids, once: a `Context` to ask, feed, stream and score.
+
+    room: tokens per row that may follow; or capacity: all tokens per row. chunk: read so many tokens at a time. width:
+    what rows are padded to, so that documents of similar length share one compiled program. progress: show a bar.
+    """
+    ids, clock = token_ids(model, documents), Clock()
+    longest = max(map(len, ids))
+    capacity = calls.room(ids, longest + room if capacity is None else capacity, 0)
+    if width is not None:
+        width, capacity = round_up(width), max(capacity, round_up(width))
+    plan = bind(method, model.config)
+    more = {"chunk": chunk, "width": width, "progress": progress, "clock": clock}
+    last, cache = prompt_runner.run(model, plan, ids, capacity, **more)
+    return Context(model, cache, last, clock.running)

@@ -1,0 +1,54 @@
+"""What a cache will take, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.contract import KVMethod, Layer, slots_of
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block
+from kvjax.models.config import Config
+from kvjax.run.plan import bind
+
+
+def planned_bytes(
+    method: str | KVMethod,
+    config: Config,
+    prompt: int,
+    *,
+    capacity: int | None = None,
+    batch: int = 1,
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, int]:
+    """`state_bytes` of the layers after a prefill of `batch` prompts of so many tokens each, without running anything.
+
+    capacity: tokens per row that there is room for (default: the prompt alone). No weights are needed. Where layers
+    share a budget by what the prompt is like, it is counted as divided evenly.
+    """
+    plan = bind(method, config)
+    sizes = [state_bytes(_state(layer, config, prompt, capacity or prompt, batch, dtype)) for layer in plan]
+    return {kind: sum(size[kind] for size in sizes) for kind in ("device", "pinned_host")}
+
+
+def _state(layer: Layer, config: Config, prompt: int, capacity: int, batch: int, dtype: Any) -> list:
+    """The arrays of one layer's state, as abstract values that know their memory kind."""
+
+    def array(*shape: int, of: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, *shape), of)
+
+    slots, wanted = slots_of(layer, (prompt,), capacity), layer.needs.queries
+    asked = prompt if wanted is None else wanted
+    length = 0 if layer.needs.chunk else prompt
+    rows = array(config.kv_heads, length, config.head_dim)
+    q = array(config.kv_heads, config.groups, asked, config.head_dim)
+
+    def prefill(k, v, pos, q, q_pos):
+        seen = Obs(q, q_pos) if asked and length else None
+        return layer.prefill(Block(k, v, pos), seen, slots)
+
+    places = (array(1, length, of=jnp.int32), q, array(asked, of=jnp.int32))
+    return jax.make_jaxpr(prefill)(rows, rows, *places).out_avals
