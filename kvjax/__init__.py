@@ -11,7 +11,8 @@ from kvjax.methods.strings import name_of, parse, parse_many
 from kvjax.models.config import Config
 from kvjax.models.model import Model, load, random_model
 from kvjax.run.calls import extend, logits, prefill, score
-from kvjax.run.context import Context, read
+from kvjax.run.context import Context, read, resume
+from kvjax.run.exact import Exact, read_exactly
 from kvjax.run.generate import Result, generate, stream
 from kvjax.run.planned import planned_bytes
 
@@ -19,6 +20,7 @@ __all__ = [
     "Cache",
     "Config",
     "Context",
+    "Exact",
     "IncompatibleMethod",
     "KvjaxError",
     "Method",
@@ -38,6 +40,8 @@ __all__ = [
     "prefill",
     "random_model",
     "read",
+    "read_exactly",
+    "resume",
     "score",
     "state_bytes",
     "stream",

@@ -9,10 +9,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from kvjax.core.types import KvjaxError
+
+if TYPE_CHECKING:  # what a command needs is imported when it runs
+    from kvjax.methods.catalogue import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,8 +119,7 @@ def _report(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from kvjax import demo
 
-    chosen = tuple(m.strip() for m in args.methods.split(";") if m.strip()) if args.methods else demo.METHODS
-    demo.run(args.out, chosen)
+    demo.run(args.out, args.methods or demo.METHODS)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -142,24 +145,27 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> None:
-    from kvjax.methods.zoo import RECIPES
+    from kvjax.methods.catalogue import load_all
 
-    described = [
-        {
-            "name": r.name,
-            "summary": r.summary,
-            "source": r.source,
-            "parameters": {n: {"type": p.annotation.__name__, "default": p.default} for n, p in r.parameters.items()},
-        }
-        for r in RECIPES.values()
-    ]
+    recipes = [recipe for _, recipe in sorted(load_all().items())]
     if args.json:
-        print(json.dumps(described, indent=2))
-        return
-    for r, recipe in zip(described, RECIPES.values(), strict=True):
-        given = ", ".join(f"{n}: {p['type']} = {p['default']}" for n, p in r["parameters"].items())
-        print(f"{r['name']}({given})\n    source: {r['source']}")
-        print("\n".join(f"    {line}".rstrip() for line in inspect.getdoc(recipe.make).splitlines()) + "\n")
+        print(json.dumps([_as_json(recipe) for recipe in recipes], indent=2))
+    else:
+        print("\n".join(_as_text(recipe) for recipe in recipes))
+
+
+def _as_json(recipe: Recipe) -> dict[str, Any]:
+    parameters = {n: {"type": p.annotation.__name__, "default": p.default} for n, p in recipe.parameters.items()}
+    said = {"name": recipe.name, "summary": recipe.summary, "source": recipe.source, "differs": recipe.differs}
+    return {**said, "parameters": parameters}
+
+
+def _as_text(recipe: Recipe) -> str:
+    given = ", ".join(f"{n}: {p.annotation.__name__} = {p.default}" for n, p in recipe.parameters.items())
+    lines = [f"source: {recipe.source}"]
+    lines += [f"differs: {recipe.differs}"] if recipe.differs else []
+    lines += inspect.getdoc(recipe.make).splitlines()
+    return f"{recipe.name}({given})\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvjax.cache.accounting import state_bytes
 from kvjax.eval.run import harness
-from kvjax.methods.strings import parse
+from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model, load
 from kvjax.run.generate import generate
 from kvjax.testbed import corpus, tasks
@@ -51,23 +50,21 @@ class Row:
     tokens_per_second: float  # decoding all contexts at once
 
 
-def measure(model: Model, methods: tuple[str, ...], seed: int = 1_000_003) -> list[Row]:
-    """One row per method, on the same held-out instances."""
+def measure(model: Model, methods: Methods, seed: int = 1_000_003) -> list[Row]:
+    """One row per method, on the same held-out instances; the first one is what `agreement` is with."""
     rng = np.random.default_rng(seed)
     held_out = corpus.load("held_out")
     instances = [tasks.recall(rng, CONTEXT, held_out.window, questions=QUESTIONS) for _ in range(INSTANCES)]
     code = np.stack([held_out.window(rng, CODE_CONTEXT + CODE_TOKENS) for _ in range(CODE_ROWS)])
     rows, reference = [], None
-    for text in track(methods, "methods", transient=True):
-        method = parse(text)
-        right, state = harness.answers(model, method, instances)
+    for name, method in track(named(methods).items(), "methods", transient=True):
+        right, size = harness.answers(model, method, instances)
         logp, likeliest = harness.continuation(model, method, code, CODE_CONTEXT)
         reference = likeliest if reference is None else reference
         speed = generate(model, [i.context for i in instances], method, max_new_tokens=NEW_TOKENS, eos_ids=())
-        size = state_bytes(state)
         rows.append(
             Row(
-                text,
+                name,
                 float(np.mean(right)),
                 float(-logp.mean() / np.log(2)),
                 float((likeliest == reference).mean()),
@@ -112,8 +109,11 @@ def plot(rows: list[Row], path: Path) -> None:
     plt.close(fig)
 
 
-def run(out: Path, methods: tuple[str, ...] = METHODS, model: str = "testbed") -> list[Row]:
-    """Prints the table, and writes demo.json and demo.png into `out`."""
+def run(out: Path, methods: Methods = METHODS, model: str = "testbed") -> list[Row]:
+    """Prints the table, and writes demo.json and demo.png into `out`.
+
+    methods: values, strings, or strings separated by ";".
+    """
     console = Console()
     rows = measure(load(model), methods)
     console.print(table(rows))

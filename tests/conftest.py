@@ -12,6 +12,7 @@ from kvjax.core import program
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the tests' time
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,8 @@ import pytest
 import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.run import forward
+from kvjax.run.generate import UNTIL
+from kvjax.run.prefill import WHOLE
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
@@ -137,19 +139,17 @@ def test_one_trace_serves_prompts_of_one_size():
     chex.clear_trace_counter()
     traced = chex.assert_max_traces(lambda p, t, s: forward.uncached(p, t, s), n=1)
     f = jax.jit(traced, static_argnums=2)
-    setting = kvjax.run.api.setting(model)
+    setting = forward.Setting(model.config)
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), setting)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.zoo.full(), capacity=64)
-    before = len(kvjax.run.api.PREFILL._done)
+    before = len(WHOLE._done)
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
-    assert len(kvjax.run.api.PREFILL._done) == before
+    assert len(WHOLE._done) == before
 
 
 def test_sampling_numbers_do_not_recompile(model):
-    from kvjax.run.generate import UNTIL
-
     args = {"max_new_tokens": 4, "eos_ids": ()}
     kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.5, top_k=4, **args)
     before = len(UNTIL._done)
@@ -198,6 +198,6 @@ def test_overrun_of_a_state_is_an_error_before_the_run(model):
         kvjax.extend(model, [[1] * 5], state, method)
     with pytest.raises(KvjaxError, match="prefill with capacity=65"):
         kvjax.generate(model, [[1]], method, max_new_tokens=4, state=state)
-    with pytest.raises(KvjaxError, match="2 rows were given for a state of 1"):
+    with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1"):
         kvjax.extend(model, [[1], [1]], state, method)
     assert kvjax.extend(model, [[1] * 4], state, method)[1].length.tolist() == [64]

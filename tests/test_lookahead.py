@@ -12,8 +12,9 @@ import pytest
 
 import kvjax
 from kvjax.core import memory
-from kvjax.core.types import KvjaxError
-from kvjax.run import api
+from kvjax.core.types import Block, KvjaxError
+from kvjax.run.forward import Setting, guesses
+from kvjax.run.plan import bind
 from kvjax.run.sampling import row_keys, sampler
 from kvjax.testing import full_copies, toy_model
 
@@ -30,11 +31,11 @@ def model():
 
 def start(model, method, temperature=0.0, length=12):
     """A carry after the look-ahead, its sampler and its setting."""
-    s, parsed = sampler(temperature, None, None, None), kvjax.parse(method)
-    last, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
-    carry = loop.begin(last, state, row_keys(jax.random.key(0), 3), jnp.zeros((0,), jnp.int32), s, length)
-    setting = api.setting(model, parsed, state.capacity)
-    if parsed.lookahead:
+    s = sampler(temperature, None, None, None)
+    last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
+    carry = loop.begin(last, cache, row_keys(jax.random.key(0), 3), jnp.zeros((0,), jnp.int32), s, length)
+    setting = Setting(model.config)
+    if guesses(cache.plan):
         carry = jax.jit(loop.look_ahead, static_argnames="setting")(model.params, carry, s, setting=setting)
     return carry, s, setting
 
@@ -60,8 +61,8 @@ def test_only_true_tokens_are_kept(model):
     assert [row.tolist() for row in np.asarray(carry.out)] == out.tokens
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
     _, state = kvjax.prefill(model, whole, kvjax.zoo.offload(), capacity=64)
-    np.testing.assert_array_equal(carry.state.length, state.length)
-    for got, want in zip(carry.state.layers, state.layers, strict=True):
+    np.testing.assert_array_equal(carry.cache.length, state.length)
+    for got, want in zip(carry.cache.layers, state.layers, strict=True):
         np.testing.assert_array_equal(got.pos, want.pos)
         for a, b in ((got.k, want.k), (got.v, want.v)):
             assert a.host
@@ -154,14 +155,14 @@ def test_the_loop_copies_no_host_buffer(model):
     carry, s, setting = start(model, SMALL)
     args = {"params": model.params, "carry": carry, "limit": jnp.int32(5), "sampler": s}
     program = loop.UNTIL.compile(**args, setting=setting)[0].as_text()
-    assert not full_copies(program, carry.state.layers[0].k.data.shape)
+    assert not full_copies(program, carry.cache.layers[0].k.data.shape)
 
 
 def test_beams_and_trees_are_refused(model):
-    method = kvjax.parse(SMALL).plan(model.config)[0]
+    layer = bind(SMALL, model.config)[0]
     _, state = kvjax.prefill(model, [[1, 2, 3]], kvjax.parse(SMALL), capacity=64)
     q, k = jnp.zeros((1, 2, 2, 3, 8)), jnp.zeros((1, 2, 3, 8))
     with pytest.raises(KvjaxError, match="at most one guess, got 3 tokens: no tree or beam"):
-        method.extend(state.layers[0], q, k, k, jnp.asarray([[3, 4, 5]], jnp.int32), 1)
-    with pytest.raises(KvjaxError, match="2 rows were given for a state of 1 rows"):
+        layer.extend(state.layers[0], q, Block(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
+    with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1 rows"):
         kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))

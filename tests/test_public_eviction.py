@@ -1,4 +1,4 @@
-"""Eviction against public PyTorch code: the same tokens stay and the same follow (tests/fixtures/make_eviction.py)."""
+"""Eviction against public PyTorch code: the same tokens stay and the same follow (tests/fixtures/make_eviction*.py)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ METHODS = {
     "authors_streaming": ("gqa", zoo.streaming_llm(recent=KEPT - 4, sinks=4)),
     "authors_snapkv_avg": ("mha", zoo.snapkv(KEPT, **AVG)),
     "authors_snapkv_max": ("mha", zoo.snapkv(KEPT, window=8, kernel=3, pool="max")),
+    "kvpress_tova": ("gqa", zoo.snapkv(KEPT, window=1, kernel=1, per="layer")),  # of the prompt only
+    "authors_tova": ("gqa", zoo.tova(KEPT)),
+    "kvpress_keydiff": ("gqa", zoo.keydiff(KEPT)),
+    "kvpress_adakv": ("gqa", kvjax.compose(zoo.snapkv(KEPT, **AVG), zoo.adakv(rule="kvpress"))),
 }
 """Public implementation -> (fixture, what it is here)."""
 
@@ -37,12 +41,14 @@ def load(name: str) -> tuple[kvjax.Model, dict[str, list[dict]]]:
     """(model, public implementation -> for each of its prompts: prompt, answer, kept [layer][head])."""
     config, params = read(ROOT / "eviction" / name)
     rows: dict[str, list[dict]] = {}
-    with np.load(ROOT / "eviction" / name / "cases.npz") as arrays:
+    for file in sorted((ROOT / "eviction" / name).glob("*.npz")):
+        arrays = np.load(file)
         for case in dict.fromkeys(path.split("/")[0] for path in arrays):
             kept = [arrays[f"{case}/kept/{layer}"] for layer in range(config.layers)]
             both = (arrays[f"{case}/{what}"] for what in ("prompts", "answers"))
             for prompt, answer, *layers in zip(*both, *kept, strict=True):
-                row = {"prompt": prompt.tolist(), "answer": answer.tolist(), "kept": [x.tolist() for x in layers]}
+                kept = [[head[head >= 0].tolist() for head in layer] for layer in layers]
+                row = {"prompt": prompt.tolist(), "answer": answer.tolist(), "kept": kept}
                 rows.setdefault(case.rsplit("_", 1)[0], []).append(row)
     return kvjax.Model(config, jax.tree.map(jnp.asarray, params)), rows
 

@@ -18,6 +18,11 @@ from kvjax.eval.run.machine import machine
 PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
 
 
+def integers(text: str) -> list[int]:
+    """Comma-separated integers."""
+    return [int(word) for word in text.split(",") if word.strip()]
+
+
 def timed(fun: Callable[..., Any], *args: Any) -> float:
     """Seconds until the JAX arrays that `fun(*args)` returns are ready."""
     start = time.perf_counter()

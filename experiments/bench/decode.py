@@ -17,16 +17,25 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
+from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours
 from experiments.bench.peer import Peer, missing
-from experiments.bench.probes import read_probes
+from experiments.bench.probes import Probes, read_probes
 from experiments.bench.shapes import SHAPES, decode_bytes, describe
 
 WARM_UP = 4  # decode steps before the first timed one; both sides must agree on their tokens
 
 
-def measure(model: kvjax.Model, method, peer: Peer | None, probes, context: int, batch: int, steps: int, repeats: int):
+def measure(
+    model: kvjax.Model,
+    method: kvjax.Method,
+    peer: Peer | None,
+    probes: Probes,
+    context: int,
+    batch: int,
+    steps: int,
+    repeats: int,
+) -> dict[str, Any]:
     """One cell: both sides on one prompt i32[batch, context]; seconds are per step."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context), np.int32)
     sides = {"kvjax": Ours(model, method)}
@@ -97,10 +106,9 @@ COLUMNS += ("MB/step", "GB/s")
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--contexts", type=numbers, default=[512, 4096], help="tokens of the prompt")
-    parser.add_argument("--batches", type=numbers, default=[1, 4])
+    parser.add_argument("--contexts", type=integers, default=[512, 4096], help="tokens of the prompt")
+    parser.add_argument("--batches", type=integers, default=[1, 4])
     parser.add_argument("--method", default="full", help="a kvjax method string")
     parser.add_argument("--steps", type=int, default=16, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")

@@ -23,12 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.ours import Ours
+from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
+from experiments.bench.ours import Ours, random_loop
 from experiments.bench.shapes import describe
-from kvjax.cache import State
 from kvjax.core import memory
-from kvjax.run import api
 from kvjax.testing import full_copies
 
 CONFIG = kvjax.Config(
@@ -79,18 +77,6 @@ def memory_alone(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list
     return [{"megabytes": mb, **{kind: summary(seconds[mb, kind]) for kind in ("append", "recall")}} for mb in sizes]
 
 
-def random_state(model: kvjax.Model, method: kvjax.Method, tokens: int, room: int) -> State:
-    """The state that a prompt of `tokens` tokens with random keys and values would leave."""
-    c, setting = model.config, api.setting(model, method, tokens + room, [tokens])
-    length, layers = jnp.full((1,), tokens, jnp.int32), []
-    q = jnp.zeros((1, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    for i in range(c.layers):
-        shape, keys = (1, c.kv_heads, tokens, c.head_dim), jax.random.split(jax.random.key(i))
-        k, v = (jax.random.normal(key, shape, model.dtype) for key in keys)
-        layers.append(api.ENCODE(k=k, v=v, q=q, lengths=length, layer=i, setting=setting))
-    return State(tuple(layers), length, setting.capacity)
-
-
 def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ours]:
     """Decode loops whose values take `megabytes` in all, under each method."""
     c = model.config
@@ -101,11 +87,7 @@ def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ou
         "kcache, V on device": dataclasses.replace(kcache, v=kcache.v.on_device()),
         "offload": kvjax.zoo.offload(),
     }
-    sides = {}
-    for name, method in methods.items():
-        sides[name] = Ours(model, method)
-        sides[name].begin(jnp.zeros((1, c.vocab_size)), random_state(model, method, tokens, room), room)
-    return sides
+    return {name: random_loop(model, method, 1, tokens, room) for name, method in methods.items()}
 
 
 def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int) -> dict[str, Any]:
@@ -115,12 +97,12 @@ def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int
         side.decode(steps)
     runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
     seconds = interleaved(runs, repeats)
-    host, program = sides["kcache"].carry.state, sides["kcache"].program()
+    host, program = sides["kcache"].cache, sides["kcache"].program()
     copies = full_copies(program, host.layers[0].v.data.shape)
     return {
         "tokens": int(host.length[0]),
         "seconds_per_step": {name: summary(s) for name, s in seconds.items()},
-        "bytes": {name: kvjax.state_bytes(side.carry.state) for name, side in sides.items()},
+        "bytes": {name: kvjax.state_bytes(side.cache) for name, side in sides.items()},
         "full_copies": [line for line in copies if "u32" in line],  # keys of that shape are floats, on the device
     }
 
@@ -149,8 +131,7 @@ def row(megabytes: int, cell: dict[str, Any]) -> list[Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--megabytes", type=numbers, default=[64, 256, 1024], help="of values, all layers together")
+    parser.add_argument("--megabytes", type=integers, default=[64, 256, 1024], help="of values, all layers together")
     parser.add_argument("--n", type=int, default=128, help="values that kcache fetches per head and step")
     parser.add_argument("--steps", type=int, default=16, help="steps per turn of the decode loop")
     parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of kvjax.memory alone")

@@ -17,10 +17,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
-from experiments.bench.host import random_state
-from experiments.bench.ours import Ours
+from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
+from experiments.bench.ours import Ours, random_loop
 from experiments.bench.shapes import describe
+from kvjax.methods.strings import named
 
 METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
 
@@ -38,24 +38,25 @@ def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, r
     for text in methods:
         method = kvjax.parse(text)
         runs = {text: method}
-        if method.uses_host:
+        if method.traits.host:
             runs[f"{text}, on device"] = dataclasses.replace(method, k=method.k.on_device(), v=method.v.on_device())
         for name, m in runs.items():
             for dtype in ("float32", "bfloat16") if text == "full" else ("float32",):
-                model = models[dtype]
-                side = out[f"{name}, {dtype}" if text == "full" else name] = Ours(model, m)
-                side.begin(jnp.zeros((1, model.config.vocab_size)), random_state(model, m, tokens, room), room)
+                label = f"{name}, {dtype}" if text == "full" else name
+                out[label] = random_loop(models[dtype], m, 1, tokens, room)
     return out
 
 
-def measure(models, methods: Sequence[str], tokens: int, steps: int, repeats: int) -> dict[str, Any]:
+def measure(
+    models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, steps: int, repeats: int
+) -> dict[str, Any]:
     """Seconds per step and bytes of the state, per method."""
     loops = sides(models, methods, tokens, room=steps * (repeats + 1))
     for side in loops.values():
         side.decode(steps)
     seconds = interleaved({n: (lambda s=s: s.decode(steps) / steps) for n, s in loops.items()}, repeats)
-    state = lambda name: kvjax.state_bytes(loops[name].carry.state)  # noqa: E731
-    return {name: {"seconds_per_step": summary(seconds[name]), "bytes": state(name)} for name in loops}
+    sizes = {name: kvjax.state_bytes(loop.cache) for name, loop in loops.items()}
+    return {name: {"seconds_per_step": summary(seconds[name]), "bytes": sizes[name]} for name in loops}
 
 
 COLUMNS = ("method", "MB", "MB on host", "ms/step", "GB/s", "beside full", "host costs us")
@@ -77,7 +78,7 @@ def rows(cells: dict[str, Any]) -> list[list[Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=[8192, 32768])
+    parser.add_argument("--tokens", type=integers, default=[8192, 32768])
     parser.add_argument("--heads", default="8x4", help="key/value heads x query heads of each")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--methods", default=METHODS, help="beside full, separated by ';'")
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = machine()
     shape = config(*map(int, args.heads.split("x")), args.head_dim)
     models = {d: kvjax.random_model(shape, dtype=jnp.dtype(d)) for d in ("float32", "bfloat16")}
-    methods = list(dict.fromkeys(["full", *(m.strip() for m in args.methods.split(";") if m.strip())]))
+    methods = list(named(["full", args.methods]))
     cells, tables = {}, []
     for tokens in args.tokens:
         progress(f"{tokens} tokens")

@@ -1,4 +1,4 @@
-"""kvjax as a benchmark drives it: the only file here that knows how generation is put together."""
+"""kvjax as a benchmark drives it: one decode loop, in slices that can be timed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.run.generate import BEGIN, LOOK_AHEAD, UNTIL
-from kvjax.run.sampling import row_keys, sampler
+from kvjax.run.exact import of_arrays
 
 
 class Ours:
@@ -18,52 +17,51 @@ class Ours:
 
     def __init__(self, model: kvjax.Model, method: kvjax.Method):
         self.model, self.method = model, method
-        self.sampler = sampler(0.0, None, None, None)
 
     def prefill(self, ids: np.ndarray, room: int = 0, chunk: int | None = None) -> float:
         """Runs the prompts i32[B T], keeping space for `room` more tokens per row; returns seconds."""
-        capacity = ids.shape[1] + room
         start = time.perf_counter()
-        answer = kvjax.prefill(self.model, ids, self.method, capacity=capacity, chunk=chunk)
-        last, state = jax.block_until_ready(answer)
+        context = kvjax.read(self.model, ids, self.method, room=room, chunk=chunk)
+        jax.block_until_ready((context.last, context.cache))
         seconds = time.perf_counter() - start
-        self.begin(last, state, room)
+        self.begin(context, room)
         return seconds
 
-    def begin(self, last: jax.Array, state: kvjax.State, room: int) -> None:
-        """Starts decoding from a state and the logits f32[B V] of its last token."""
-        self.carry = BEGIN(
-            logits=last,
-            state=state,
-            keys=row_keys(jax.random.key(0), last.shape[0]),
-            eos=jnp.zeros((0,), jnp.int32),
-            sampler=self.sampler,
-            length=room + 1,
-        )
-        self.setting = kvjax.run.api.setting(self.model, self.method, state.capacity)
-        if self.method.lookahead:
-            args = {"params": self.model.params, "carry": self.carry, "sampler": self.sampler}
-            self.carry = LOOK_AHEAD(**args, setting=self.setting)
+    def begin(self, context: kvjax.Context, room: int) -> None:
+        """Starts decoding `room` tokens behind a context, which is used up; one more comes from its logits."""
+        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), use_up=True)
 
     def decode(self, steps: int) -> float:
         """Decodes `steps` more tokens per row; returns seconds, compilation apart."""
-        args = {
-            "params": self.model.params,
-            "carry": self.carry,
-            "limit": self.carry.i + steps,
-            "sampler": self.sampler,
-        }
-        run, _ = UNTIL.compile(**args, setting=self.setting)
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(run(**args))
-        return time.perf_counter() - start
+        before = self.run.decode_seconds
+        self.run.advance(self.tokens.shape[1] + steps)
+        return self.run.decode_seconds - before
 
     def program(self) -> str:
         """The optimised program of the decode loop."""
-        args = {"params": self.model.params, "carry": self.carry, "limit": self.carry.i, "sampler": self.sampler}
-        return UNTIL.compile(**args, setting=self.setting)[0].as_text()
+        return self.run.program()
+
+    @property
+    def cache(self) -> kvjax.Cache:
+        """What the loop holds now."""
+        return self.run.cache
 
     @property
     def tokens(self) -> np.ndarray:
         """i32[B n], all tokens so far; the first came from the prefill."""
-        return np.asarray(self.carry.out)[:, : int(self.carry.i)]
+        return self.run.tokens
+
+
+def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, tokens: int, room: int) -> Ours:
+    """A decode loop on `batch` rows of `tokens` random keys and values, with room for exactly so many more."""
+    c = model.config
+    shape = (batch, c.kv_heads, tokens, c.head_dim)
+
+    def draw(layer: int, which: int) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(jax.random.key(layer), which), shape, model.dtype)
+
+    pairs = [(draw(i, 0), draw(i, 1)) for i in range(c.layers)]
+    loop = Ours(model, method)
+    exact = of_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
+    loop.begin(exact.under(method, tokens + room), room)
+    return loop

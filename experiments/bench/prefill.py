@@ -24,11 +24,13 @@ import kvjax
 from experiments.bench.common import interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours
 from experiments.bench.peer import Peer, missing
-from experiments.bench.probes import product_probes
+from experiments.bench.probes import Probes, product_probes
 from experiments.bench.shapes import SHAPES, describe, prefill_flops
 
 
-def measure(model: kvjax.Model, peer: Peer | None, probes, tokens: int, batch: int, repeats: int) -> dict[str, Any]:
+def measure(
+    model: kvjax.Model, peer: Peer | None, probes: Probes, tokens: int, batch: int, repeats: int
+) -> dict[str, Any]:
     """Both sides on one prompt i32[batch, tokens], under the exact method `full`."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, tokens), np.int32)
     sides = {"kvjax": Ours(model, kvjax.zoo.full())} | ({} if peer is None else {"transformers": peer})
@@ -100,7 +102,7 @@ def long_prompt(model: str, tokens: int, chunk: int | None, answer) -> None:
     for _ in range(2):  # the second time without compilation
         side = Ours(m, kvjax.zoo.full())
         seconds.append(side.prefill(ids, chunk=chunk))
-    state = kvjax.state_bytes(side.carry.state)
+    state = kvjax.state_bytes(side.cache)
     one = 4 * m.config.heads * tokens**2
     answer.put({"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one})
 

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from experiments.bench.common import timed
 from kvjax.eval.run.machine import version
 
+Probes = tuple[int, dict[str, Callable[[], float]]]
+"""How much one run of a probe reads or computes, and by name what runs it and returns its seconds."""
 
-def read_probes(megabytes: int = 512) -> tuple[int, dict[str, Callable[[], float]]]:
+
+def read_probes(megabytes: int = 512) -> Probes:
     """(bytes, runs): a sum, and a matrix times a vector, over an array too large for the caches."""
     x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
     v = jnp.ones((1024,), jnp.float32)
@@ -20,7 +23,7 @@ def read_probes(megabytes: int = 512) -> tuple[int, dict[str, Callable[[], float
     return x.nbytes, {"sum": lambda: timed(total, x), "matvec": lambda: timed(matvec, x, v)}
 
 
-def product_probes(n: int = 2048) -> tuple[int, dict[str, Callable[[], float]]]:
+def product_probes(n: int = 2048) -> Probes:
     """(operations, runs): a product of two n x n matrices, in JAX and, when installed, in torch."""
     x = jnp.ones((n, n), jnp.float32)
     product = jax.jit(jnp.matmul)

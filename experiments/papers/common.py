@@ -8,21 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from experiments.bench.common import progress
-from experiments.bench.ours import Ours
-from kvjax import KvjaxError, Method, Model, State
+from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
-from kvjax.core import memory
-from kvjax.core.types import Array
 from kvjax.eval.run.command import words
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.models.tokenizer import FILE
-from kvjax.run import api
+from kvjax.run.exact import held_in_full
 from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.zoo.full()
@@ -58,11 +53,6 @@ def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.Argu
     return p
 
 
-def numbers(text: str) -> list[int]:
-    """Comma-separated integers."""
-    return [int(w) for w in words(text)]
-
-
 def run(main: Callable[[], None]) -> None:
     """Runs a script; compiled programs are kept on disk, and an unusable input ends with one line and status 1."""
     use_compilation_cache()
@@ -70,37 +60,6 @@ def run(main: Callable[[], None]) -> None:
         main()
     except (KvjaxError, OSError) as e:
         sys.exit(f"error: {e}")
-
-
-def encoded(model: Model, method: Method, dense: Iterable[tuple[Array, Array]], lengths: Array, capacity: int) -> State:
-    """The state that a method's prefill leaves, from exact keys and values [B K S H] of each layer.
-
-    Only for methods that look at no query of the prompt.
-    """
-    c, setting = model.config, api.setting(model, method, capacity, np.asarray(lengths))
-    q = jnp.zeros((len(lengths), c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    encode = lambda i, k, v: api.ENCODE(k=k, v=v, q=q, lengths=lengths, layer=i, setting=setting)  # noqa: E731
-    layers = tuple(encode(i, k, v) for i, (k, v) in enumerate(dense))
-    return State(layers, jnp.copy(lengths), capacity)
-
-
-def encoded_like(model: Model, method: Method, exact: State) -> State:
-    """`encoded`, from the state that `full` left."""
-    # Copies, so that a decode loop, which consumes its state, leaves the exact one alone.
-    dense = ((jnp.copy(memory.unpack(x.k)), jnp.copy(memory.unpack(x.v))) for x in exact.layers)
-    return encoded(model, method, dense, exact.length, exact.capacity)
-
-
-def random_loop(model: Model, method: Method, batch: int, tokens: int, room: int) -> Ours:
-    """A decode loop on `batch` rows of `tokens` random keys and values, with room for so many more."""
-    c = model.config
-    shape = (batch, c.kv_heads, tokens, c.head_dim)
-    draw = lambda i, j: jax.random.normal(jax.random.fold_in(jax.random.key(i), j), shape, model.dtype)  # noqa: E731
-    dense = ((draw(i, 0), draw(i, 1)) for i in range(c.layers))
-    loop = Ours(model, method)
-    lengths = jnp.full((batch,), tokens, jnp.int32)
-    loop.begin(jnp.zeros((batch, c.vocab_size)), encoded(model, method, dense, lengths, tokens + room), room)
-    return loop
 
 
 def instances(args: argparse.Namespace, task: str) -> list[tasks.Instance]:
@@ -149,50 +108,40 @@ def answers(
 ) -> dict[str, list[bool]]:
     """Whether each question of a batch of contexts is answered exactly, greedily, under each method.
 
-    The contexts are prefilled once, exactly; each method then encodes their keys and values, with the question
+    The contexts are read once, exactly; each method then makes its cache of their keys and values, with the question
     ("prompt": the first answer token is exact, as in the papers) or without it ("cache": it is fed to the method).
     """
     right: dict[str, list[bool]] = {name: [] for name in methods}
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
-    contexts = [i.context for i in batch]
-    _, exact = api.prefill(model, contexts, FULL, capacity=max(map(len, contexts)) + longest)
+    exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
-        prompts, new = [q.prompt for q in asked], len(asked[0].answer)
-        if ask == "prompt":
-            logits, known = api.extend(model, prompts, exact, FULL)
+        prompts, more = [q.prompt for q in asked], {"max_new_tokens": len(asked[0].answer), "eos_ids": ()}
+        known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
-            if ask == "prompt":
-                out = _continued(model, method, logits[:, -1], encoded_like(model, method, known), new)
-            else:
-                state = encoded_like(model, method, exact)
-                out = kvjax.generate(model, prompts, method, max_new_tokens=new, state=state, eos_ids=()).tokens
-            right[name] += [q.right(t) for t, q in zip(out, asked, strict=True)]
+            context = under(method, known)
+            out = context.generate(**more) if ask == "prompt" else context.ask(prompts, **more)
+            right[name] += [q.right(t) for t, q in zip(out.tokens, asked, strict=True)]
     return right
 
 
-def _continued(model: Model, method: Method, last: Array, state: State, new: int) -> list[list[int]]:
-    """`new` greedy tokens per row, the first from logits f32[B V]."""
-    loop = Ours(model, method)
-    loop.begin(last, state, new - 1)
-    if new > 1:
-        loop.decode(new - 1)
-    return loop.tokens.tolist()
+def under(method: Method, context: Context) -> Context:
+    """What a method makes of keys and values that a context holds in full; for methods that look at no query."""
+    return held_in_full(context).under(method, context.cache.capacity)
 
 
 def continuations(
     model: Model, methods: Mapping[str, Method], rows: np.ndarray, context: int
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Teacher-forced decoding of rows i32[B T] after an exact prefill of the first `context` tokens.
+    """Teacher-forced decoding of rows i32[B T] after an exact reading of the first `context` tokens.
 
-    The first decoded token's logits are the prefill's, hence left out. Per method: (bits per token f32[B], the
+    The first decoded token's logits are the prompt's, hence left out. Per method: (bits per token f32[B], the
     likeliest tokens i32[B T-context-1]).
     """
-    _, exact = api.prefill(model, rows[:, :context], FULL, capacity=rows.shape[1])
-    target, found = jnp.asarray(rows[:, context + 1 :]), {}
+    exact, found = kvjax.read(model, rows[:, :context], FULL, capacity=rows.shape[1]), {}
     for name, method in methods.items():
-        logits, _ = api.extend(model, rows[:, context:-1], encoded_like(model, method, exact), method)
-        bits = -np.asarray(api.log_probs(logits, target)).mean(1) / np.log(2)
-        found[name] = bits, np.asarray(logits.argmax(-1))
+        logp, likeliest = zip(*under(method, exact).score(rows[:, context:]), strict=True)
+        bits = -np.stack(logp)[:, 1:].mean(1) / np.log(2)
+        found[name] = bits, np.stack(likeliest)[:, 1:]
     return found
 
 

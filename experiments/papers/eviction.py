@@ -13,21 +13,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from experiments.bench.common import progress
 from experiments.papers import common
-from kvjax import KvjaxError, Method, Model, State
+from kvjax import Context, KvjaxError, Model
+from kvjax.cache.contract import KVMethod
+from kvjax.core import program
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.run import api, forward
-from kvjax.run.forward import Setting
-from kvjax.run.prompts import pad, round_up
+from kvjax.methods.strings import Methods, named
+from kvjax.run.prompts import round_up
 from kvjax.testbed import corpus, tasks
 from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 
+MAPPINGS = 30_000  # memory mappings of a process, several to each compiled program, before these are dropped
 WHEN = ("first", "later", "unseen")
 
 
@@ -49,8 +49,9 @@ def phrases(
     cuts = np.sort(rng.integers(0, room + 1, pairs))
     context = np.insert(filler(rng, room), np.repeat(cuts, facts.shape[1]), facts.ravel()).astype(np.int32)
     starts = cuts + facts.shape[1] * np.arange(pairs)
-    ask = lambda i: tasks.Question(np.array([ASK, keys[i]]), values[i], starts[i] / length)  # noqa: E731
-    return tasks.Instance("phrases", context, tuple(map(ask, rng.permutation(pairs)[:questions])))
+    asked = rng.permutation(pairs)[:questions]
+    found = tuple(tasks.Question(np.array([ASK, keys[i]]), values[i], starts[i] / length) for i in asked)
+    return tasks.Instance("phrases", context, found)
 
 
 TASKS: dict[str, Callable[..., tasks.Instance]] = {"phrases": phrases, **tasks.TASKS}
@@ -68,55 +69,17 @@ def arguments(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     return p
 
 
-class Exact:
-    """Prompts run once in full attention; any number of methods then compress their keys and values."""
+class Prompts:
+    """Prompts run once in full attention, and room behind them; any number of methods then compress them."""
 
     def __init__(self, model: Model, prompts: Sequence[np.ndarray], room: int):
         """room: tokens that will follow the longest prompt."""
-        self.model, self.prompts = model, prompts
+        self.exact = kvjax.read_exactly(model, prompts)
         self.capacity = round_up(max(map(len, prompts)) + room)
-        inputs = api.inputs(model, *pad([p.tolist() for p in prompts]))
-        tokens, self.lengths = inputs["tokens"], inputs["lengths"]
-        setting = Setting(model.config, kvjax.zoo.accumulated().plan(model.config))  # a scorer that sees all queries
-        past = forward.start_chunks(len(prompts), tokens.shape[1], model.dtype, setting)
-        past = api.CHUNK(params=model.params, **inputs, start=jnp.int32(0), past=past, setting=setting)
-        self.layers = past.layers
-        self.last = api.UNEMBED(params=model.params, hidden=past.last, setting=api.setting(model))
 
-    def compress(self, method: Method) -> tuple[jax.Array, State]:
-        """What `kvjax.prefill` gives: (logits of each row's last token f32[B V], state)."""
-        lengths = [len(p) for p in self.prompts]
-        setting = api.setting(self.model, method, self.capacity, lengths)
-        if any(m.restricted for m in setting.plan):  # their prompts' attention is not exact
-            return api.prefill(self.model, self.prompts, method, capacity=self.capacity)
-        plan = shared(setting.plan, lengths)
-        layers = []
-        for (k, v, q), m, slots in zip(self.layers, plan, setting.slots, strict=True):
-            one = dataclasses.replace(setting, plan=(m,), slots=(slots,))
-            q = self._shown(q, m.queries)
-            layers.append(api.ENCODE(k=k, v=v, q=q, lengths=self.lengths, layer=0, setting=one))
-        return self.last, State(tuple(layers), self.lengths, self.capacity)
-
-    def _shown(self, q: jax.Array, n: int | None) -> jax.Array:
-        """Of all queries [B K G T H] each row's last n."""
-        if n is None:
-            return q
-        at = jnp.maximum(self.lengths[:, None] - n + jnp.arange(n, dtype=jnp.int32)[None], 0)
-        return jnp.take_along_axis(q, at[:, None, None, :, None], 3)
-
-
-def shared(plan: tuple[Any, ...], lengths: Sequence[int]) -> tuple[Any, ...]:
-    """The plan, its layers under one number where they keep equally many tokens: they then share a program."""
-    if not all(getattr(m, "select", None) for m in plan) or any(len({m.kept(n) for m in plan}) > 1 for n in lengths):
-        return plan
-    return tuple(dataclasses.replace(m, select=dataclasses.replace(m.select, layer=0)) for m in plan)
-
-
-def decoding(method: Method) -> Method:
-    """What reads a state that the method's prefill made: eviction after the prompt leaves nothing to do."""
-    if getattr(method, "select", None) is None or method.again:
-        return method
-    return dataclasses.replace(method, select=None, rest=None)
+    def under(self, method: str | KVMethod) -> Context:
+        """What `kvjax.read` gives of them."""
+        return self.exact.under(method, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +90,7 @@ class Outcome:
     nats: np.ndarray
 
 
-class Asked(Exact):
+class Asked(Prompts):
     """Contexts with questions: rows 0..n-1 are the contexts alone, rows n..2n-1 end with their first question."""
 
     def __init__(self, model: Model, instances: Sequence[tasks.Instance]):
@@ -136,61 +99,56 @@ class Asked(Exact):
         room = 2 * max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
         super().__init__(model, [i.context for i in instances] + asked, room)
 
-    def outcomes(self, method: Method) -> tuple[dict[str, Outcome], State]:
-        """{"first", "later", "unseen"} -> Outcome, as far as the task has such questions; and the state."""
+    def outcomes(self, method: str | KVMethod) -> tuple[dict[str, Outcome], Context]:
+        """{"first", "later", "unseen"} -> Outcome, as far as the task has such questions; and what was compressed."""
         n, count = len(self.instances), len(self.instances[0].questions)
-        last, state = self.compress(method)
+        context = self.under(method)
         found: dict[str, list] = {when: [] for when in WHEN}
         for i in range(count):
             follow = min(max(i, 1), count - 1)
-            fed = self._fed(i, follow)
-            logits, _ = api.extend(self.model, fed, state, decoding(method), decoded=self._decoded(fed, i))
-            answers = [x.questions[i].answer for x in self.instances]
-            at = len(self.instances[0].questions[i].prompt) - 1
-            found["unseen"].append(_score(logits[:n, at:], answers))
-            first = [x.questions[0].answer for x in self.instances]
-            if i == 0 and len(first[0]) > 1:  # a single token would come from the exact prefill
-                found["first"].append(_score(jnp.concatenate([last[n:, None], logits[n:]], 1), first))
+            rows = self._rows(i, follow)
+            found_there = zip(context.score(rows, decoded=self._decoded(rows, i)), rows, strict=True)
+            scored = [(logp, likeliest, np.array(row)) for (logp, likeliest), row in found_there]
+            answer = len(self.instances[0].questions[i].answer)
+            first = len(self.instances[0].questions[0].answer)
+            found["unseen"].append(_score(scored[:n], slice(-answer, None)))
+            if i == 0 and first > 1:  # a single token would come from the exact prompt
+                found["first"].append(_score(scored[n:], slice(first)))
             elif i:
-                found["later"].append(_score(logits[n:, len(first[0]) + at :], answers))
-        return {when: Outcome(*np.stack(x, 2)) for when, x in found.items() if x}, state
+                found["later"].append(_score(scored[n:], slice(-answer, None)))
+        return {when: Outcome(*np.stack(x, 2)) for when, x in found.items() if x}, context
 
-    def _fed(self, i: int, follow: int) -> list[list[int]]:
+    def _rows(self, i: int, follow: int) -> list[list[int]]:
         """Question i behind the context alone; question `follow` behind the first one's right answer."""
         questions = [(x.questions[0], x.questions[i], x.questions[follow]) for x in self.instances]
-        alone = [[*q.prompt, *q.answer[:-1]] for _, q, _ in questions]
-        return alone + [[*f.answer, *q.prompt, *q.answer[:-1]] for f, _, q in questions]
+        alone = [[*q.prompt, *q.answer] for _, q, _ in questions]
+        return alone + [[*f.answer, *q.prompt, *q.answer] for f, _, q in questions]
 
-    def _decoded(self, fed: list[list[int]], i: int) -> list[list[bool]]:
+    def _decoded(self, rows: list[list[int]], i: int) -> list[list[bool]]:
         """Which of these tokens a method would have to decode: all but the question's."""
         question = self.instances[0].questions[i]
-        asked = range(1 - len(question.answer) - len(question.prompt), 1 - len(question.answer))
-        return [[t - len(row) not in asked for t in range(len(row))] for row in fed]
+        asked = range(-len(question.answer) - len(question.prompt), -len(question.answer))
+        return [[t - len(row) not in asked for t in range(len(row))] for row in rows]
 
 
-def _score(logits: jax.Array, answers: Sequence[np.ndarray]) -> np.ndarray:
-    """logits f32[n >=T V] that should say answers i32[T] -> f32[2 n]: all of them likeliest, and nats per token."""
-    target = jnp.asarray(np.stack(answers).astype(np.int32))
-    logits = logits[:, : target.shape[1]]
-    right = np.asarray((logits.argmax(-1) == target).all(-1), np.float32)
-    return np.stack([right, -np.asarray(api.log_probs(logits, target)).mean(-1)])
+def _score(scored: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], at: slice) -> np.ndarray:
+    """Of teacher-forced rows the answer at a slice -> f32[2 n]: all of it likeliest, and nats per token."""
+    right = [float((likeliest[at] == tokens[at]).all()) for _, likeliest, tokens in scored]
+    return np.array([right, [-logp[at].mean() for logp, _, _ in scored]], np.float32)
 
 
-class Continued(Exact):
-    """Windows of text i32[n context + tokens]: the tokens after the context are teacher-forced, one state each."""
+class Continued(Prompts):
+    """Windows of text i32[n context + tokens]: the tokens after the context are teacher-forced, one cache each."""
 
     def __init__(self, model: Model, windows: np.ndarray, context: int):
         self.rest = windows[:, context:].astype(np.int32)
         super().__init__(model, list(windows[:, :context]), self.rest.shape[1])
 
-    def outcomes(self, method: Method) -> tuple[dict[str, Outcome], State]:
-        """{"text"} -> Outcome per window and token; and the state."""
-        last, state = self.compress(method)
-        logits, _ = api.extend(self.model, self.rest[:, :-1], state, decoding(method), decoded=True)
-        logits = jnp.concatenate([last[:, None], logits], 1)
-        right = np.asarray(logits.argmax(-1) == jnp.asarray(self.rest), np.float32)
-        nats = -np.asarray(api.log_probs(logits, jnp.asarray(self.rest)))
-        return {"text": Outcome(right, nats)}, state
+    def outcomes(self, method: str | KVMethod) -> tuple[dict[str, Outcome], Context]:
+        """{"text"} -> Outcome per window and token; and what was compressed."""
+        context = self.under(method)
+        logp, likeliest = (np.stack(x) for x in zip(*context.score(self.rest), strict=True))
+        return {"text": Outcome((likeliest == self.rest).astype(np.float32), -logp)}, context
 
 
 def instances(args: argparse.Namespace, task: str) -> list[tasks.Instance]:
@@ -221,8 +179,9 @@ class Found:
         self, method: str, base: str, when: str, field: str = "right", task: str | None = None
     ) -> tuple[float, float]:
         """How much more than under `base`, on the same contexts: (mean, standard error of the paired difference)."""
-        of = lambda t: (self._by_context(m, t, when, field) for m in (method, base))  # noqa: E731
-        return self._over([np.subtract(*of(t)) for t in self._named(when, task)])
+        named = self._named(when, task)
+        ours, theirs = ([self._by_context(m, t, when, field) for t in named] for m in (method, base))
+        return self._over([a - b for a, b in zip(ours, theirs, strict=True)])
 
     def _named(self, when: str, task: str | None) -> list[str]:
         return self.tasks(when) if task is None else [task]
@@ -249,13 +208,13 @@ class Found:
 
 
 def measure(
-    model: Model, args: argparse.Namespace, methods: Sequence[str] | Mapping[str, Method], with_text: bool = False
+    model: Model, args: argparse.Namespace, methods: Methods | Mapping[str, KVMethod], with_text: bool = False
 ) -> Found:
     """All methods on the same prompts: the tasks of `args`, and text; only text for a model of another vocabulary.
 
     methods: strings, which are then their names too, or methods by name.
     """
-    methods = methods if isinstance(methods, Mapping) else {m: kvjax.parse(m) for m in methods}
+    methods = methods if isinstance(methods, Mapping) else named(methods)
     known, found, parts = knows_symbols(model), Found(), {}
     work = [(t, instances(args, t), Asked) for t in (args.tasks if known else ())]
     if with_text or not known:
@@ -266,11 +225,14 @@ def measure(
             prompts = make(model, rows[start : start + args.batch])
             for name, method in methods.items():
                 progress(f"{task}, contexts from {start}: {name}")
-                outcomes, state = prompts.outcomes(method)
-                size = {kind: n // len(prompts.prompts) for kind, n in kvjax.state_bytes(state).items()}
+                outcomes, context = prompts.outcomes(method)
+                size = {kind: n // context.rows for kind, n in context.bytes.items()}
                 found.bytes.setdefault(name, size)
                 for when, o in outcomes.items():
                     parts.setdefault((name, task, when), []).append(o)
-    join = lambda field, os: np.concatenate([getattr(o, field) for o in os])  # noqa: E731
-    found.outcomes = {key: Outcome(join("right", os), join("nats", os)) for key, os in parts.items()}
+            program.forget_many(MAPPINGS)
+    found.outcomes = {
+        key: Outcome(np.concatenate([o.right for o in each]), np.concatenate([o.nats for o in each]))
+        for key, each in parts.items()
+    }
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import interleaved, machine, progress, report, table, timed
+from experiments.bench.common import integers, interleaved, machine, progress, report, table, timed
 from experiments.bench.probes import product_probes, read_probes
 from experiments.papers import common
 from experiments.papers.kcache_table1 import CONFIGS, configuration
@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="llama-2-7b", help="a checkpoint directory, testbed, " + ", ".join(CONFIGS))
     p.add_argument("--context", type=int, default=16384, help="tokens, s")
     p.add_argument("--batch", type=int, default=1, help="rows, b; all sides grow with it alike")
-    p.add_argument("--n", type=common.numbers, default=[32, 64, 128], help="values fetched per head, N")
-    p.add_argument("--probe", type=common.numbers, default=[256, 2048], help="MB read and moved, width of the product")
+    p.add_argument("--n", type=integers, default=[32, 64, 128], help="values fetched per head, N")
+    p.add_argument("--probe", type=integers, default=[256, 2048], help="MB read and moved, width of the product")
     p.add_argument("--repeats", type=int, default=7, help="turns of --measure; the best counts")
     args = p.parse_args(argv)
     if min([args.context, args.batch, *args.n]) < 1:

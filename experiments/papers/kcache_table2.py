@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 
 MODELS = ("LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B", "Mistral")
@@ -63,8 +63,8 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__), group=False)
-    parser.add_argument("--n", type=common.numbers, default=[8, 16, 32, 64, 128], help="values fetched per head")
-    parser.add_argument("--layers", type=common.numbers, default=[0, 1, 2, 3], help="first layers kept on the device")
+    parser.add_argument("--n", type=integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
+    parser.add_argument("--layers", type=integers, default=[0, 1, 2, 3], help="first layers kept on the device")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     chosen = {method(n, layers): (n, layers) for n in args.n for layers in args.layers}

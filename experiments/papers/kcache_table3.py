@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
+from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
+from experiments.bench.ours import random_loop
 from experiments.bench.shapes import SHAPES, describe
 from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
@@ -88,7 +89,7 @@ def measure(model: Model, args: argparse.Namespace, tokens: int, batch: int) -> 
     record = {"input": tokens, "context": context, "batch": batch, "bytes": held}
     if sum(held.values()) > args.limit_gb * GIB:
         return record
-    loops = {t: common.random_loop(model, kvjax.parse(t), batch, context, room) for t in texts}
+    loops = {t: random_loop(model, kvjax.parse(t), batch, context, room) for t in texts}
     for loop in loops.values():
         loop.decode(args.steps)
     runs = {t: (lambda loop=loop: loop.decode(args.steps) / args.steps) for t, loop in loops.items()}
@@ -139,10 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument(
         "--models", type=common.words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
     )
-    p.add_argument("--inputs", type=common.numbers, default=[1024, 4096], help="tokens of the prompt")
+    p.add_argument("--inputs", type=integers, default=[1024, 4096], help="tokens of the prompt")
     p.add_argument("--output", type=int, default=OUTPUT, help="tokens of the answer")
-    p.add_argument("--batches", type=common.numbers, default=[1, 4])
-    p.add_argument("--n", type=common.numbers, default=list(SIZES), help="values fetched per head")
+    p.add_argument("--batches", type=integers, default=[1, 4])
+    p.add_argument("--n", type=integers, default=list(SIZES), help="values fetched per head")
     p.add_argument("--device-layers", type=int, default=1, help="first layers that keep their values on the device")
     p.add_argument("--memory-gb", type=float, default=64, help="of the planned device, in GiB")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs and pieces, in GiB")

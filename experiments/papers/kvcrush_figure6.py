@@ -21,7 +21,7 @@ from experiments.bench.common import interleaved, machine, progress, report, sum
 from experiments.bench.ours import Ours
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
-from experiments.papers.eviction import Exact, arguments, measure
+from experiments.papers.eviction import Prompts, arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, document, quality, signature_note
 from kvjax import Model
 
@@ -46,10 +46,10 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
     def whole(side: Ours) -> float:
         return side.prefill(ids, room=steps) + side.decode(steps)
 
-    exact = Exact(model, list(ids), steps)
+    prompts = Prompts(model, list(ids), steps)
 
     def selection(side: Ours) -> float:
-        return timed(lambda: exact.compress(side.method))
+        return timed(lambda: prompts.under(side.method).cache)
 
     return {
         "seconds": _turns({name: lambda s=side: whole(s) for name, side in sides.items()}, repeats),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.common import integers, machine, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import (
@@ -43,7 +43,7 @@ def lines(page: int, pages: int) -> list[Line]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; one page of first tokens, four of last")
-    parser.add_argument("--pages", type=common.numbers, default="8,16,24", help="pages kept in the middle (paper: 16)")
+    parser.add_argument("--pages", type=integers, default="8,16,24", help="pages kept in the middle (paper: 16)")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {f"{n} pages": lines(args.page, n) for n in args.pages}

@@ -14,13 +14,14 @@ from statistics import mean
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
-from experiments.papers.specache_figure4 import add_run, evaluated, named
+from experiments.papers.specache_figure4 import add_run, evaluated
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
 from kvjax.eval.tasks.symbols import knows_symbols
+from kvjax.methods.strings import named
 
 TASKS = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     p = add_run(common.parser(__doc__), "")
     p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
-    p.add_argument("--ratios", type=common.numbers, default=[4, 8], help="so many times smaller than the context")
+    p.add_argument("--ratios", type=integers, default=[4, 8], help="so many times smaller than the context")
     p.add_argument(
         "--tasks", type=common.words, help="names or families (default: all of LongBench's 15, or stand-ins)"
     )

@@ -23,16 +23,14 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
+from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
+from experiments.bench.ours import Ours, random_loop
 from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
-from kvjax.core.attention import NEG, causal, scores, visible, weights
+from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.models import Decoder
-from kvjax.run import api, forward
-from kvjax.run.forward import Setting
 
 PERCENT = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
 
@@ -75,18 +73,21 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
     return hits.sum(0) / (T - first)
 
 
-@functools.partial(jax.jit, static_argnames=("setting", "first", "queries", "sizes"))
-def hit_rates(params: Any, tokens: Array, setting: Setting, first: int, queries: int, sizes: tuple[int, ...]) -> Array:
-    """tokens i32[B T] -> f32[L 2 n]: of each layer, top-k and greedy, for each of n sizes. No T x T array."""
-    at = jnp.linspace(first, tokens.shape[1] - 1, queries).astype(jnp.int32)
-    pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+@functools.partial(jax.jit, static_argnames=("first", "queries", "sizes", "window"))
+def both_hits(q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], window: int | None) -> Array:
+    """q [B K G T H], k [B K T H] -> f32[2 n]: top-k and greedy, for each of n sizes. No T x T array."""
+    at = jnp.linspace(first, k.shape[2] - 1, queries).astype(jnp.int32)
+    top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
+    return jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
 
-    def attend(i, q, k, v):
-        window = setting.config.window(i)
-        top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
-        return causal(q, k, v, window=window), jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
 
-    return jnp.stack(forward.apply(params, setting, tokens, pos, attend, Decoder.__call__)[1])
+def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """tokens i32[B T] -> f32[L 2 n]: of each layer, top-k and greedy, for each of n sizes."""
+    T, found = tokens.shape[1], []
+    for i, prompt in enumerate(kvjax.read_exactly(model, tokens).prompts):
+        q, k = prompt.q[:, :, :, :T], prompt.k[:, :, :T]
+        found.append(np.asarray(both_hits(q, k, first, queries, sizes, model.config.window(i))))
+    return np.stack(found)
 
 
 def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any]]]:
@@ -102,7 +103,7 @@ def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any
         rates = []
         for batch in common.batches(rows, args.batch, f"hit rates, {name}"):
             first = args.length * 3 // 4
-            rates.append(hit_rates(model.params, jnp.asarray(batch), api.setting(model), first, args.queries, sizes))
+            rates.append(hit_rates(model, batch, first, args.queries, sizes))
         weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]
         layers = np.average(np.stack(rates), 0, weight)
         found[name] = [
@@ -121,11 +122,13 @@ def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any
 def movers(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], float]]:
     """Seconds of moving one context's keys and values to the device, layer after layer: all, a run, scattered rows."""
     c = model.config
-    make = lambda n, i: memory.pack(jnp.full((1, c.kv_heads, n, c.head_dim), i, model.dtype), host=True)  # noqa: E731
-    whole, run = ([make(n, i) for i in range(2 * c.layers)] for n in (tokens, rows))
-    rng = np.random.default_rng(0)
-    draw = lambda: rng.permuted(np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1)), axis=2)  # noqa: E731
-    idx = [jnp.asarray(draw()[:, :, :rows]) for _ in whole]
+
+    def held(count: int, value: int) -> memory.Buffer:
+        return memory.pack(jnp.full((1, c.kv_heads, count, c.head_dim), value, model.dtype), host=True)
+
+    whole, run = ([held(count, i) for i in range(2 * c.layers)] for count in (tokens, rows))
+    rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
+    idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :rows]) for _ in whole]
     bring = jax.jit(lambda bufs: [memory.unpack(b) for b in bufs])
     fetch = jax.jit(lambda bufs, idx: [memory.rows(b, i) for b, i in zip(bufs, idx, strict=True)])
     todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
@@ -141,9 +144,12 @@ def moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
     for tokens in args.moves:
         progress(f"moving {tokens} tokens")
         rows = max(round(tokens * args.fraction), 1)
-        loop = common.random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
+        loop = random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
         loop.decode(args.steps)
-        step = lambda loop=loop: loop.decode(args.steps) / args.steps  # noqa: E731
+
+        def step(loop: Ours = loop) -> float:
+            return loop.decode(args.steps) / args.steps
+
         seconds = interleaved({**movers(model, tokens, rows), "step": step}, args.repeats)
         c = model.config
         size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
@@ -176,7 +182,10 @@ def tables(args: argparse.Namespace, rates: dict[str, list], moved: list[dict[st
         for first in line[:1]
     ]
     heads = ("k", "keys", *(f"{kind}, {name}" for name in rates for kind in ("top-k", "greedy")))
-    ms = lambda r, k: f"{r[k]['median'] * 1e3:.2f}"  # noqa: E731
+
+    def ms(record: Mapping[str, Any], kind: str) -> str:
+        return f"{record[kind]['median'] * 1e3:.2f}"
+
     lines = [
         (
             f"{r['tokens']:,}",
@@ -213,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--windows", type=int, default=4, help="windows of text")
     p.add_argument("--batch", type=int, default=2, help="rows at a time")
     p.add_argument("--queries", type=int, default=64, help="sampled in the last quarter, for top-k")
-    p.add_argument("--tokens", type=common.numbers, dest="moves", default=[1024, 4096, 16384], help="contexts to move")
+    p.add_argument("--tokens", type=integers, dest="moves", default=[1024, 4096, 16384], help="contexts to move")
     p.add_argument("--fraction", type=float, default=0.01, help="of the rows, for a run and scattered")
     p.add_argument("--steps", type=int, default=8, help="decode steps per turn")
     p.add_argument("--repeats", type=int, default=7, help="turns; the median counts")

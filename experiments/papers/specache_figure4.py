@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.eval.page import panels
@@ -27,6 +27,7 @@ from kvjax.eval.run import command, store
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
+from kvjax.methods.strings import named, parts_of
 
 TASK = "niah"
 METHODS = "full; kivi:bits=1,group={group}; specache:bits=1,group={group}"
@@ -53,11 +54,6 @@ def add_run(p: argparse.ArgumentParser, methods: str) -> argparse.ArgumentParser
     p.add_argument("--batch", type=int, default=8, help="rows at a time")
     p.add_argument("--run", type=Path, help="folder that keeps the records (default: none is kept)")
     return p
-
-
-def named(text: str) -> list[str]:
-    """Method strings in the form that records have, each once."""
-    return list(dict.fromkeys(m.name for m in kvjax.parse_many(text)))
 
 
 def lengths(model: Model) -> list[int]:
@@ -105,14 +101,14 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and prints; see the module's text."""
     p = add_run(common.parser(__doc__), METHODS)
-    p.add_argument("--lengths", type=common.numbers, help="tokens (default: up to the model's positions, at most 8192)")
+    p.add_argument("--lengths", type=integers, help="tokens (default: up to the model's positions, at most 8192)")
     p.add_argument("--depths", type=int, default=5, help="from the start to the end of the context")
     p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
     args = p.parse_args(argv)
     if args.depths < 2 or args.contexts < 1:
         raise KvjaxError(f"--depths must be at least 2 and --contexts 1, got {args.depths} and {args.contexts}")
     before, model = machine(), kvjax.load(args.model)
-    methods = named(args.methods.format(group=args.group))
+    methods = list(named(args.methods.format(group=args.group)))
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluated(args, model, methods, [TASK], spec)
     found, path = cells(records), args.out / "specache_figure4.png"
@@ -134,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """(ours, the paper's, the difference) for the table of all scripts."""
     total = {m: over(results["cells"], m) for m in results["methods"]}
-    low, back = (next((m for m in total if m.startswith(f"{name}:")), None) for name in ("kivi", "specache"))
+    of_recipe = {part.name: m for m in reversed(total) for part in parts_of(m)}
+    low, back = of_recipe.get("kivi"), of_recipe.get("specache")
     ours = "; ".join(f"{m} {shown(o)}" for m, o in total.items())
     said = "no numbers: one bit mostly red, with SpeCache as 16 bits"
     if low is None or back is None:

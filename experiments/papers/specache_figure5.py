@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
@@ -50,7 +50,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__))
-    parser.add_argument("--topk", type=common.numbers, default=TOPK)
+    parser.add_argument("--topk", type=integers, default=TOPK)
     parser.add_argument("--residual", type=int, default=64, help="recent tokens in full precision")
     parser.add_argument("--speculative", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(tasks=["variables", "copying"])

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 from kvjax import Config, Model
+from kvjax.methods.strings import parts_of
 
 PAIR = ("kivi:bits={bits},group={group}", "specache:bits={bits},group={group}")
 """By default 128 recent rows in full precision, and 64 recent and 64 fetched ones, as in the paper."""
@@ -104,9 +105,9 @@ def beside(method: str) -> list[str | None]:
     papers = [MODELS["Mistral-7B"], MODELS["LLaMA-3-8B"]]
     if method == "full":
         return [f"{p.full:.1f}" for p in papers]
-    fields = dict(pair.split("=") for pair in method.partition(":")[2].split(","))
-    key = int(fields["bits"]), int(fields["group"])
-    return [f"{p.longbench[key][method.startswith('specache')]:.1f}" if key in p.sizes else None for p in papers]
+    (part,) = parts_of(method)
+    key = part.values["bits"], part.values["group"]
+    return [f"{p.longbench[key][part.name == 'specache']:.1f}" if key in p.sizes else None for p in papers]
 
 
 SIZE_COLUMNS = ("model", "tokens", "bits", "g", "kivi MiB", "specache", "host MiB")
@@ -126,10 +127,8 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Computes, measures and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__), group=False)
-    parser.add_argument("--bits", type=common.numbers, default=[2, 1], help="whose quality is measured")
-    parser.add_argument(
-        "--groups", type=common.numbers, default=[32, 64], help="of them those that divide the head size"
-    )
+    parser.add_argument("--bits", type=integers, default=[2, 1], help="whose quality is measured")
+    parser.add_argument("--groups", type=integers, default=[32, 64], help="of them those that divide the head size")
     parser.add_argument("--sizes-only", action="store_true", help="leave quality out")
     args = parser.parse_args(argv)
     before, found = machine(), sizes()

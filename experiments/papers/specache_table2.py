@@ -13,18 +13,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.common import integers, machine, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
-from kvjax.cache.decode.online import Kept
-from kvjax.core.types import Block
-from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.cache.contract import LayerSpec, Needs
+from kvjax.cache.method import MethodLayer
 
 # Size, and the average of 10 LongBench tasks for Mistral-7B-Instruct-v0.2 and LLaMA-3-8B-Instruct (Table 2).
 COLUMNS = ("size", "Mistral", "LLaMA-3")
@@ -41,18 +39,28 @@ PAPER = {
 }
 
 
+class StreamedLayer(MethodLayer):
+    """A layer whose prompt goes through the method too, 64 tokens at a time."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the method asks for, and the prompt in chunks."""
+        return dataclasses.replace(super().needs, chunk=64)
+
+
 @dataclasses.dataclass(frozen=True)
-class Streamed(StreamingLLM):
-    """StreamingLLM that streams the prompt too, 64 tokens at a time: what the prompt says is lost on the way."""
+class Streamed(Method):
+    """A method that streams the prompt too: what the prompt says is lost on the way."""
 
-    restricted = True
-    chunk = 64
+    def bind(self, spec: LayerSpec) -> StreamedLayer:
+        """The method in one layer."""
+        layer = super().bind(spec)
+        return StreamedLayer(layer.method, layer.spec)
 
-    def empty(self, batch: int, slots: int, dtype: jnp.dtype) -> Kept:
-        """A state before the first token."""
-        c = self.config
-        none = jnp.zeros((batch, c.kv_heads, 0, c.head_dim), dtype)
-        return self.prefill(Block(none, none, jnp.zeros((batch, 1, 0), jnp.int32)), slots)
+
+def streamed(method: Method) -> Streamed:
+    """The same method, its prompt streamed."""
+    return Streamed(**{f.name: getattr(method, f.name) for f in dataclasses.fields(Method)})
 
 
 def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method]:
@@ -62,10 +70,11 @@ def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method
     topk = max(int(0.324 * total) // block, 1)
     local = total - sinks - topk * block
     zoo = kvjax.zoo
+    streaming = zoo.streaming_llm(recent=total - sinks, sinks=sinks)
     return {
         "InfLLM": zoo.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
-        "StreamLLM": Streamed(total - sinks, sinks),
-        "StreamLLM, prompt in full": zoo.streaming_llm(recent=total - sinks, sinks=sinks),
+        "StreamLLM": streamed(streaming),
+        "StreamLLM, prompt in full": streaming,
         "H2O": zoo.h2o(heavy=total // 2, recent=total - total // 2),
         "SpeCache": zoo.specache(bits=2 if ratio == 4 else 1, group=group, topk=64, residual=64),
     }
@@ -84,7 +93,7 @@ def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, M
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--ratios", type=common.numbers, default="4,8", help="so many times smaller than the context")
+    parser.add_argument("--ratios", type=integers, default="4,8", help="so many times smaller than the context")
     parser.add_argument("--block", type=int, default=16, help="of InfLLM; 128 would not fit contexts this short")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

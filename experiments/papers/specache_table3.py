@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, summary, table
+from experiments.bench.common import integers, machine, progress, report, summary, table
+from experiments.bench.ours import random_loop
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError, Method
 from kvjax.models.checkpoint import parameter_shapes
+from kvjax.run.plan import bind
 
 GIB = 2**30
 CONFIG = MODELS["Mistral-7B"].config
@@ -42,7 +44,7 @@ def weight_bytes(config: Config, itemsize: int = 2) -> int:
 
 def step_bytes(config: Config, method: Method, context: int) -> int:
     """What one row of a decode step holds beside its cache: one layer's scores and weights, activations, logits."""
-    tokens = 1 + method.lookahead
+    tokens = 1 + max(layer.needs.guesses for layer in bind(method, config))
     scores = 2 * 4 * config.heads * context
     activations = 2 * (4 * config.width + 2 * config.mlp_width)
     return tokens * (scores + activations + 4 * config.vocab_size)
@@ -59,7 +61,7 @@ def plan(config: Config, method: Method, context: int, memory_bytes: int, worksp
 
 def throughput(model: kvjax.Model, method: Method, batch: int, context: int, steps: int, repeats: int) -> float:
     """Median tokens per second of all rows, after a warm-up."""
-    loop = common.random_loop(model, method, batch, context, steps * (repeats + 1))
+    loop = random_loop(model, method, batch, context, steps * (repeats + 1))
     loop.decode(steps)
     return batch * steps / summary([loop.decode(steps) for _ in range(repeats)])["median"]
 
@@ -121,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--memory-gb", type=float, default=48, help="of the device, in GiB (default: the paper's A6000)")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs, fragments and pieces, in GiB")
-    p.add_argument("--contexts", type=common.numbers, default=list(PAPER))
+    p.add_argument("--contexts", type=integers, default=list(PAPER))
     p.add_argument("--group", type=int, default=64)
     p.add_argument("--measure", help="mistral-7b (default on a GPU), " + ", ".join(SHAPES))
     p.add_argument("--batch", type=int, default=0, help="rows that are timed (default: those planned, or 4)")

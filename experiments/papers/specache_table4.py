@@ -14,6 +14,7 @@ from typing import Any
 
 import kvjax
 from experiments.bench.common import interleaved, machine, progress, report, summary, table
+from experiments.bench.ours import random_loop
 from experiments.papers import common
 from kvjax import Model
 
@@ -33,7 +34,7 @@ def latency(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> dic
     for text in texts:
         progress(f"decode loop, {text}")
         room = args.steps * (args.repeats + 1)
-        loops[text] = common.random_loop(model, kvjax.parse(text), args.rows, args.length, room)
+        loops[text] = random_loop(model, kvjax.parse(text), args.rows, args.length, room)
         loops[text].decode(args.steps)
     runs = {text: (lambda loop=loop: loop.decode(args.steps) / args.steps) for text, loop in loops.items()}
     return {text: summary(s) for text, s in interleaved(runs, args.repeats).items()}

@@ -23,33 +23,34 @@ from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from experiments.papers.eviction_tables import figure, save
 from kvjax import KvjaxError, Method, Model
-from kvjax.run import api
+from kvjax.core.types import Array
+from kvjax.run.calls import log_probs
 
 POINTS = 100  # of the curve, and of the slope
 PARTS = 10  # of the table
 
 
 def stream(model: Model, method: Method, tokens: np.ndarray, first: int, chunk: int) -> tuple[np.ndarray, set[int]]:
-    """Nats of tokens[first:] as one state sees them go by, and the sizes in bytes that it had after its calls."""
-    last, state = api.prefill(model, [tokens[:first]], method, capacity=len(tokens) + chunk)
-    nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(state)}
+    """Nats of tokens[first:] as one cache sees them go by, and the sizes in bytes that it had after its calls."""
+    last, cache = kvjax.prefill(model, [tokens[:first]], method, capacity=len(tokens) + chunk)
+    nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(cache)}
     for at in range(first, len(tokens) - 1, chunk):
         if (at - first) // chunk % 20 == 0:
             progress(f"token {at:,} of {len(tokens):,}")
         part = tokens[at : at + chunk + 1]
         fed = np.pad(part[:-1], (0, chunk + 1 - len(part)))  # padding ends the last call only: one shape, one program
-        logits, state = api.extend(model, [fed], state, method)
+        logits, cache = kvjax.extend(model, [fed], cache)
         nats.append(_nats(logits, part[1:]))
-        sizes.add(_bytes(state))
+        sizes.add(_bytes(cache))
     return np.concatenate(nats), sizes
 
 
-def _nats(logits: Any, target: np.ndarray) -> np.ndarray:
-    return -np.asarray(api.log_probs(logits[:, : len(target)], jnp.asarray(target[None], jnp.int32)))[0]
+def _nats(logits: Array, target: np.ndarray) -> np.ndarray:
+    return -np.asarray(log_probs(logits[:, : len(target)], jnp.asarray(target[None], jnp.int32)))[0]
 
 
-def _bytes(state: kvjax.State) -> int:
-    return sum(kvjax.state_bytes(state).values())
+def _bytes(cache: kvjax.Cache) -> int:
+    return sum(kvjax.state_bytes(cache).values())
 
 
 def recomputed(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:
@@ -60,7 +61,7 @@ def recomputed(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.n
     for i in range(0, len(rows), batch):
         some = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
         logits = kvjax.logits(model, some)[:, first - 1 : -1]
-        nats.append(-np.asarray(api.log_probs(logits, jnp.asarray(some[:, first:], jnp.int32))))
+        nats.append(-np.asarray(log_probs(logits, jnp.asarray(some[:, first:], jnp.int32))))
     return np.concatenate(nats).reshape(-1)[: len(tokens) - first]
 
 

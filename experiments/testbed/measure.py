@@ -17,7 +17,7 @@ import kvjax
 from experiments.testbed import ngram
 from kvjax.eval.run import harness
 from kvjax.models.model import Model
-from kvjax.run import api
+from kvjax.run.calls import log_probs
 from kvjax.testbed import corpus, tasks
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -44,7 +44,7 @@ def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
     ours = []
     for i in track(chosen, "held-out code", console=Console(stderr=True), transient=True):
         logits = kvjax.logits(model, rows[i : i + 1])
-        ours.append(-np.asarray(api.log_probs(logits[:, :-1], rows[i : i + 1, 1:])).mean() / np.log(2))
+        ours.append(-np.asarray(log_probs(logits[:, :-1], rows[i : i + 1, 1:])).mean() / np.log(2))
     result = {"model": float(np.mean(ours)), "5-gram": float(baseline.mean()), "bytes": int(baseline.size)}
     return result | {"train_bytes": len(corpus.load("train").tokens), "window": length}
 

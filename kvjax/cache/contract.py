@@ -2,6 +2,11 @@
 
 A method is bound to each layer of a model. The bound layer turns a prompt's keys and values into a state, and attends
 fresh tokens to that state. The decoder knows nothing else of it, and a method knows of the model what `LayerSpec` says.
+
+On a mesh of devices each of them runs `prefill`, `extend` and `measure` of a layer on its own rows and heads: B and K
+are then its own, and what concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. Which part of a state
+or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B; of three axes or more, axis 1
+is K, or 1 for what all heads share, and equal for all of them. A number without axes is the same everywhere.
 """
 
 from __future__ import annotations
@@ -94,6 +99,9 @@ class MeasuredLayer(Layer, Protocol):
 
     def shares(self, measures: Array, lengths: Array) -> Array:
         """Measures of all layers f32[L B], lengths of the prompts i32[B] -> tokens that each layer keeps, i32[L B]."""
+
+    def holding(self, kept: int, room: int) -> int:
+        """Slots for so many prompt tokens that stay, with room for so many more."""
 
 
 class KVMethod(Protocol):

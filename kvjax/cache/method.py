@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax.cache.apart import Apart
+from kvjax.cache.calls import in_pieces, singly
 from kvjax.cache.contract import LayerSpec, LayerState, Needs, Traits
 from kvjax.cache.decode.policy import Policy, first_empty
 from kvjax.cache.hold.codecs import Codec, Host, Plain
@@ -18,7 +18,7 @@ from kvjax.cache.read.reader import Reader
 from kvjax.cache.select.merge import Merge
 from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.select import Select
-from kvjax.cache.select.shares import LayerShares
+from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import gather
 from kvjax.core import memory
 from kvjax.core.attention import Pattern, attend_dense, merge
@@ -146,9 +146,12 @@ class MethodLayer:
 
     def slots(self, prompt: int, room: int) -> int:
         """Slots for a prompt of so many tokens and so many more."""
+        return self.holding(self.kept(prompt), room)
+
+    def holding(self, kept: int, room: int) -> int:
+        """Slots for so many prompt tokens that stay and so many more."""
         if self.method.decode:
             return self.method.decode.slots(self)
-        kept = self.kept(prompt)
         return (self.method.apart.body(kept) if self.method.apart else kept) + room
 
     def positions(self, state: LayerState) -> Array:
@@ -183,11 +186,14 @@ class MethodLayer:
         k, v = self.k.encode(self._as_held(block), block.pos), self.v.encode(block.v, block.pos)
         return LayerState(k, v, block.pos, n, block.bias, m.read.begin(block, self.spec), marks, apart)
 
-    def selected(self, block: Block, seen: Obs | None, slots: int) -> Block:
-        """What the selection leaves of a prompt, in at most so many slots, representatives and merging included."""
+    def selected(self, block: Block, seen: Obs | None, slots: int, share: HeadShares | None = None) -> Block:
+        """What the selection leaves of a prompt, in at most so many slots, representatives and merging included.
+
+        share: of the places of all heads; a head may then have more tokens than `slots`.
+        """
         m = self.method
         keep = m.select.counts(block, seen, slots, self.spec)
-        choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent)
+        choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent, share)
         kept = gather(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
@@ -211,7 +217,14 @@ class MethodLayer:
         """
         m, T, q_pos = self.method, q.shape[3], fresh.pos[:, 0]
         if T > 1 and self._stepwise and not (commit <= 1 and (m.read.guesses or not m.decode)):
-            return self._extend_singly(state, q, fresh, commit, carry)
+            if commit < T and m.decode is None:
+                raise KvjaxError(
+                    f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
+                    "sequence per row, and no tree or beam of guesses"
+                )
+            return singly(self.extend, state, q, fresh, commit, carry)
+        if 0 < m.read.chunk < T:
+            return in_pieces(self.extend, state, q, fresh, commit, carry, m.read.chunk)
         if m.decode:
             fresh = fresh.clean()
             if commit:
@@ -236,8 +249,8 @@ class MethodLayer:
 
     def _append(self, state: LayerState, fresh: Block) -> LayerState:
         count = fresh.pos.shape[2]
-        if not count:
-            return state
+        if not count and state.n is None:
+            return state  # without a policy, codecs may have something due even before a step that keeps nothing
         at = first_empty(state.pos) if state.n is None else state.n[:, None]
         pos = jnp.broadcast_to(fresh.pos, (*state.pos.shape[:2], count))
         where = at if state.n is not None else jnp.where(pos[:, :, 0] >= 0, at, state.pos.shape[2])
@@ -250,30 +263,6 @@ class MethodLayer:
             bias=None if state.bias is None else memory.put(state.bias, _zero_bias(state.bias, count), where),
             aux=self.method.read.write(state.aux, fresh, at, self.spec),
         )
-
-    def _extend_singly(
-        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
-        """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
-        T = q.shape[3]
-        if commit < T and self.method.decode is None:
-            raise KvjaxError(
-                f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
-                "sequence per row, and no tree or beam of guesses"
-            )
-
-        def step(state: LayerState, xs: tuple[Array, Block, Any]):
-            q, (fresh, carry) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
-            out, state, carry = self.extend(state, q, fresh, 1, carry)
-            return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], carry))
-
-        steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (fresh, carry)))
-        state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
-        if commit < T:
-            _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
-            outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
-        out, carry = outs
-        return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), carry)
 
 
 def _grown(block: Block, slots: int) -> Block:

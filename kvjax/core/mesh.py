@@ -1,7 +1,7 @@
 """Devices: the only file that knows how arrays are spread over them.
 
 Batch rows lie along the mesh axis `data`, key/value heads, MLP width and vocabulary along `model`. A method never sees
-a mesh axis: its arrays hold the rows and heads of one device, and what concerns all heads of a layer goes through
+a mesh axis: `per_device` hands it the rows and heads of one device, and what concerns all heads of a layer goes through
 `over_heads`.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.types import Array
+from kvjax.core.types import Array, KvjaxError
 
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
 """Axis letter -> mesh axis."""
@@ -37,6 +38,58 @@ def named(axes: str, mesh: Mesh) -> NamedSharding:
 def constrain(x: Array, axes: str, mesh: Mesh | None) -> Array:
     """Inside jit: x laid out by its axis letters; without a mesh, x."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, named(axes, mesh))
+
+
+def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
+    """Raises KvjaxError where devices cannot have equal parts of an axis of this letter and size."""
+    ways = mesh.shape.get(RULES[letter], 1) if letter in RULES else 1
+    if size % ways:
+        raise KvjaxError(
+            f"axis {letter} of size {size} does not divide over the {ways} devices of mesh axis {RULES[letter]!r}; "
+            f"{remedy}"
+        )
+
+
+def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
+    """The axis letters of one array of a layer with so many rows and key/value heads, from its shape alone.
+
+    The rule stands in `kvjax.cache.contract`. Raises KvjaxError for a shape that cannot follow it.
+    """
+    if not shape:
+        return ""
+    divided = len(shape) >= 3 and shape[1] == heads
+    if shape[0] != rows or (len(shape) >= 3 and not divided and shape[1] != 1):
+        raise KvjaxError(
+            f"an array of a layer has shape {shape}, of which a mesh cannot tell what belongs to which device: its "
+            f"axes must be the batch's {rows} rows and then, where there are more than two, the layer's {heads} "
+            "key/value heads, or 1 for what all heads share"
+        )
+    return "B K" if divided else "B"
+
+
+def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None) -> Callable[..., Any]:
+    """`fun` of a layer's arrays, run by each device on its own rows and heads; without a mesh, `fun` itself.
+
+    Which axes of arguments and results are divided says `layer_axes`. Arrays in host memory stay there, each device's
+    part in its own. Shapes of results are found by tracing `fun` as one device would run it.
+    """
+    if mesh is None:
+        return fun
+
+    def spread(x: Any) -> PartitionSpec:
+        return spec(layer_axes(x.shape, rows, heads), mesh)
+
+    def here(*args: Any) -> Any:
+        with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
+            return fun(*args)
+
+    def run(*args: Any) -> Any:
+        results = jax.eval_shape(fun, *args)
+        places = jax.tree.map(spread, args), jax.tree.map(spread, results)
+        # What is whole on several devices is equal there by the rule above; JAX's own check knows no host memory.
+        return jax.shard_map(here, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)(*args)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -63,6 +116,12 @@ class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
         """The mean over all heads."""
         axis, here = _heads_axis.get(), x.mean(1, keepdims=True)
         return here if axis is None else lax.pmean(here, axis)
+
+    @staticmethod
+    def max(x: Array) -> Array:
+        """The greatest over all heads."""
+        axis, here = _heads_axis.get(), x.max(1, keepdims=True)
+        return here if axis is None else lax.pmax(here, axis)
 
     @staticmethod
     def any(x: Array) -> Array:

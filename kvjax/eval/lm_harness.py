@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from rich.progress import track
 
+from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.local import encode
-from kvjax.methods.strings import parse
+from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model, load
-from kvjax.run import api
+from kvjax.run.context import read
 from kvjax.run.generate import stream
-from kvjax.run.prompts import pad, round_up
+from kvjax.run.prompts import round_up
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -40,7 +40,7 @@ LOOK = 8  # tokens between two looks for stop strings
 
 @register_model("kvjax")
 class KvjaxLM(TemplateLM):
-    """A model directory (or "testbed", or a `Model`) under one method.
+    """A model directory (or "testbed", or a `Model`) under one method, a value or its string.
 
     max_length: most tokens of a prompt and what follows it (default: the model's positions); longer prompts lose their
     beginning, as in lm_eval's own models. prefix_token_id: stands before texts without a prompt (default: the model's
@@ -51,7 +51,7 @@ class KvjaxLM(TemplateLM):
     def __init__(
         self,
         model: str | Model = "testbed",
-        method: str = "full",
+        method: str | KVMethod = "full",
         batch_size: int | str = 1,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -73,7 +73,7 @@ class KvjaxLM(TemplateLM):
         self.model = (
             model if isinstance(model, Model) else load(model, dtype=None if dtype is None else jnp.dtype(dtype))
         )
-        self.method = parse(str(method).replace("/", ","))
+        self.method = method_of(method.replace("/", ",") if isinstance(method, str) else method)
         self.batch_size = int(batch_size)
         self.max_length = int(max_length or self.model.config.max_positions)
         self.max_gen_toks, self.seed, self._prefix = int(max_gen_toks), int(seed), prefix_token_id
@@ -128,25 +128,17 @@ class KvjaxLM(TemplateLM):
         out: list = [(0.0, True)] * len(pairs)  # of a continuation without tokens
         pairs = [(self._shortened(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
         todo = [i for i, (_, rest) in enumerate(pairs) if rest]
-        size = lambda i: (len(pairs[i][0]), len(pairs[i][1]))  # noqa: E731
-        for rows in self._batches(todo, size, "loglikelihood", quiet):
+        sizes = {i: (len(pairs[i][0]), len(pairs[i][1])) for i in todo}
+        for rows in self._batches(sizes, "loglikelihood", quiet):
             for i, answer in zip(rows, self._score(*zip(*(pairs[i] for i in rows), strict=True)), strict=True):
                 out[i] = answer
         return out
 
     def _score(self, prompts: Sequence[list[int]], rests: Sequence[list[int]]) -> list[tuple[float, bool]]:
-        longest = max(map(len, rests))
-        width = round_up(longest - 1, 16)  # so that similar continuations share one compiled program
-        out, state = api.prefill(self.model, prompts, self.method, capacity=max(map(len, prompts)) + width + 1)
-        out = out[:, None]
-        if width:
-            fed = pad([r[:-1] for r in rests], width)[0]  # causal: what is fed after a row's end changes nothing before
-            more, _ = api.extend(self.model, fed, state, self.method, decoded=True)
-            out = jnp.concatenate([out, more], 1)
-        target = pad(rests, width + 1)[0]
-        logp, likeliest = np.asarray(api.log_probs(out, jnp.asarray(target)), np.float64), np.asarray(out.argmax(-1))
-        each = zip(logp, likeliest == target, map(len, rests), strict=True)
-        return [(float(row[:n].sum()), bool(right[:n].all())) for row, right, n in each]
+        width = round_up(max(map(len, rests)) - 1, 16)  # so that similar continuations share one compiled program
+        context = read(self.model, prompts, self.method, room=width + 1)
+        found = zip(context.score(rests, width=width), rests, strict=True)
+        return [(float(logp.sum(dtype=float)), likeliest.tolist() == list(rest)) for (logp, likeliest), rest in found]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts that end before the first of their stop strings, an end-of-sequence id, or max_gen_toks tokens."""
@@ -156,7 +148,8 @@ class KvjaxLM(TemplateLM):
         for group in groups.values():
             until, most, sampling = self._kwargs(requests[group[0]].args[1])
             prompts = {i: self._shortened(self._prompt(requests[i].args[0]), most) for i in group}
-            batches = self._batches(group, lambda i: (len(prompts[i]), 0), "generate_until", disable_tqdm)  # noqa: B023
+            sizes = {i: (len(prompt), 0) for i, prompt in prompts.items()}
+            batches = self._batches(sizes, "generate_until", disable_tqdm)
             for number, rows in enumerate(batches):
                 texts = self._generate([prompts[i] for i in rows], until, most, sampling | {"seed": self.seed + number})
                 for i, text in zip(rows, texts, strict=True):
@@ -185,15 +178,18 @@ class KvjaxLM(TemplateLM):
 
     def _generate(self, prompts: list[list[int]], until: list[str], most: int, sampling: dict) -> list[str]:
         ends, decode = self.model.config.eos_ids, self.model.text_tokenizer().decode
-        cut = lambda text: text[: min((text.find(s) for s in until if s in text), default=len(text))]  # noqa: E731
         rows: list[list[int]] = [[] for _ in prompts]
-        done = lambda row: row[-1] in ends or any(s in decode(row) for s in until)  # noqa: E731
+
+        def done(row: list[int]) -> bool:
+            return row[-1] in ends or any(s in decode(row) for s in until)
+
         for i, column in enumerate(stream(self.model, prompts, self.method, max_new_tokens=most, **sampling)):
             for row, token in zip(rows, column, strict=True):
                 row.extend([] if token is None else [token])
             if i % LOOK == LOOK - 1 and all(map(done, rows)):
                 break
-        return [cut(decode(row[:-1] if row[-1] in ends else row)) for row in rows]
+        texts = [decode(row[:-1] if row[-1] in ends else row) for row in rows]
+        return [text[: min((text.find(s) for s in until if s in text), default=len(text))] for text in texts]
 
     def _shortened(self, prompt: list[int], follows: int) -> list[int]:
         """The prompt's end, so that `follows` more tokens fit into max_length; raises if not even one does."""
@@ -204,11 +200,11 @@ class KvjaxLM(TemplateLM):
             logging.getLogger(__name__).warning("a prompt of %d tokens is cut to its last %d", len(prompt), left)
         return prompt[-left:]
 
-    def _batches(self, rows: Sequence[int], size: Any, name: str, quiet: bool) -> Iterator[list[int]]:
+    def _batches(self, sizes: dict[int, tuple[int, int]], name: str, quiet: bool) -> Iterator[list[int]]:
         """Rows of similar size together, the longest first; a last batch repeats a row, so that all share programs."""
-        rows = sorted(rows, key=size, reverse=True)
+        rows = sorted(sizes, key=sizes.__getitem__, reverse=True)
         chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        for chunk in track(chunks, f"{name} ({self.method.name or 'kvjax'})", disable=quiet, transient=True):
+        for chunk in track(chunks, f"{name} ({name_of(self.method)})", disable=quiet, transient=True):
             yield chunk + chunk[-1:] * (self.batch_size - len(chunk))
 
 

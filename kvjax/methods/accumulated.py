@@ -6,9 +6,17 @@ from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
 
 
-@recipe("H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485")
+@recipe(
+    "H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485",
+    Trial(
+        "accumulated:budget=5,recent=2,normalise=visible,decay=0.9",
+        "accumulated:budget=100,recent=2,normalise=visible,decay=0.9",
+        selected(5),
+    ),
+)
 def accumulated(
     budget: int = 1024,
     recent: int = 8,

@@ -22,7 +22,9 @@ class Recipe:
     make: Callable[..., Any]
     source: str
     trials: tuple[Trial, ...] = ()  # rows of the battery of tests
+    formula: str = ""  # what it computes, for its page
     differs: str = ""  # in a sentence, what is not as in the public code or the paper
+    example: str = ""  # the string with which its page measures it on contexts of 2,048 tokens; default its name
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -38,7 +40,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {}
 
 
-def recipe(source: str, *trials: Trial, differs: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def recipe(
+    source: str, *trials: Trial, formula: str = "", differs: str = "", example: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +52,9 @@ def recipe(source: str, *trials: Trial, differs: str = "") -> Callable[[Callable
             text = ",".join(f"{k}={v}" for k, v in given.items())
             return dataclasses.replace(make(*args, **kwargs), recipe=make.__name__ + (f":{text}" if text else ""))
 
-        RECIPES[make.__name__] = Recipe(make.__name__, named, source, trials, differs)
+        RECIPES[make.__name__] = Recipe(
+            make.__name__, named, source, trials, formula, differs, example or make.__name__
+        )
         return named
 
     return register

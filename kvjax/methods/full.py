@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
-@recipe("Vaswani et al. 2017, arXiv 1706.03762; Pope et al. 2022, arXiv 2211.05102")
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
+
+
+@recipe(
+    "Vaswani et al. 2017, arXiv 1706.03762; Pope et al. 2022, arXiv 2211.05102",
+    Trial("full", "full", _bytes),
+)
 def full() -> Method:
     """All keys and values on the device, all of them read: the exact reference."""
     return Method()

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec, LayerState
-from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at
+from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, without_lowest
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class H2O(Policy):
 
     def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
         seen = asked(seen, "H2O", "all queries")
-        last = block.pos.max((1, 2))[:, None]  # [B 1]
+        last = over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(seen.pos < 0, 0, last - seen.pos).astype(jnp.float32)
         received = mass(block, seen, jnp.float32(self.decay) ** age, layer.spec.window)[0]
         score = self._share(received.sum(2))
@@ -75,11 +76,8 @@ class H2O(Policy):
         before = jnp.where(state.pos == t, 0.0, state.marks)
         score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.marks)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        rank = jnp.where(old, self._rank(score, state.pos, t, layer.spec), jnp.inf)
-        lowest = old & (rank == rank.min(2, keepdims=True))
-        first = jnp.where(lowest, state.pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
-        full = (state.pos >= 0).all(2, keepdims=True) & (t >= 0)
-        return jnp.where(full & lowest & (state.pos == first), -1, state.pos), score
+        rank = self._rank(score, state.pos, t, layer.spec)
+        return without_lowest(rank, state.pos, old, t >= 0), score
 
     def _share(self, received: Array) -> Array:
         """Attention received, f32[B K S], as the heads choose by it."""
@@ -96,7 +94,16 @@ class H2O(Policy):
         return score / jnp.maximum(visible_to, 1).astype(jnp.float32)
 
 
-@recipe("H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485")
+@recipe(
+    "H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485",
+    Trial("h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant(6, marks=4)),
+    Trial(
+        "h2o:heavy=3,recent=2,decay=0.9,normalise=visible-count,granularity=layer",
+        "h2o:heavy=90,recent=10,decay=0.9,normalise=visible-count,granularity=layer",
+        constant(6, marks=4),
+        name="one set per layer",
+    ),
+)
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
 ) -> Method:

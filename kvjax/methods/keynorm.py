@@ -13,6 +13,7 @@ from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,10 @@ class KeyNorm(Scorer):
         return by_tokens(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
 
 
-@recipe("Devoto et al. 2024, arXiv 2406.11430")
+@recipe(
+    "Devoto et al. 2024, arXiv 2406.11430",
+    Trial("keynorm:budget=5,per=layer", "keynorm:budget=100,per=layer", selected(5, per_head=False)),
+)
 def keynorm(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
     """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
     return Method(select=selecting(KeyNorm(), budget, sinks, recent, unit, per))

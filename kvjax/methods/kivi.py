@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import math
+
 from kvjax.cache.hold import groups_fused  # noqa: F401 (registers the kernel for these codes)
 from kvjax.cache.hold.groups import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.read.full import Full
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
-@recipe("KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4")
+def codes_bytes(x: Sizes, bits: int, group: int, residual: int) -> int:
+    """Bytes of keys and values: words of codes, a scale and a minimum per group, and the recent tokens as they came.
+
+    Codes have room for all whole residuals, in whole words and groups. A value stays recent one step longer than a key.
+    Each of both counts its tokens in codes, per row.
+    """
+    whole = math.lcm(32 // bits, group)
+    slots = max(-(-(x.S // residual * residual) // whole), 1) * whole
+    numbers = x.B * x.K * slots * x.H
+    recent = x.rows(residual) + x.rows(residual + 1)
+    return 2 * (numbers * bits // 8 + 2 * (numbers // group) * x.itemsize + x.per_row()) + recent
+
+
+def _trial(bits: int, group: int, residual: int, name: str = "") -> Trial:
+    def count(x: Sizes) -> Bytes:
+        return Bytes(codes_bytes(x, bits, group, residual) + x.positions(x.S) + x.per_row())
+
+    text = f"kivi:bits={bits},group={group},residual="
+    return Trial(f"{text}{residual}", f"{text}24", count, name=name)
+
+
+@recipe(
+    "KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4",
+    _trial(4, 4, 4),
+    _trial(2, 8, 8, "2 bits"),
+    _trial(1, 4, 4, "1 bit"),
+)
 def kivi(
     bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved", kernel: str = "auto"
 ) -> Method:

@@ -14,6 +14,7 @@ from kvjax.core.random import draw
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.kvcrush import votes
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,14 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
     return (mine & used[:, None] & candidates[..., None]).astype(jnp.float32)
 
 
-@recipe("the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C")
+@recipe(
+    "the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C",
+    Trial(
+        "snapkv:budget=7,window=2,kernel=3 + kmeans:share=0.5,iterations=2",
+        "snapkv:budget=100,window=2,kernel=3 + kmeans:share=0.5,iterations=2",
+        selected(7),
+    ),
+)
 def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
     """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.
 

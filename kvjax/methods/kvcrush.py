@@ -14,6 +14,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,18 @@ def _first(idx: Array, count: Array) -> Array:
     return jnp.where(jnp.arange(idx.shape[1])[None] < count[:, None], idx, -1)
 
 
-@recipe("KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C")
+_PAGES = "accumulated:budget={},recent=2,sinks=2,unit=page2 + kvcrush:share=0.5,anchor=mean,rule=stride,bits=positions"
+
+
+@recipe(
+    "KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C",
+    Trial(
+        "snapkv:budget=7,window=2,kernel=3 + kvcrush:share=0.5",
+        "snapkv:budget=100,window=2,kernel=3 + kvcrush:share=0.5",
+        selected(7),
+    ),
+    Trial(_PAGES.format(8), _PAGES.format(100), selected(8), name="pages"),
+)
 def kvcrush(
     share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0
 ) -> Method:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
-@recipe("FlexGen, Sheng et al. 2023, arXiv 2303.06865; what transformers calls the offloaded cache")
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "FlexGen, Sheng et al. 2023, arXiv 2303.06865; what transformers calls the offloaded cache",
+    Trial("offload", "offload", _bytes),
+)
 def offload() -> Method:
     """All keys and values in pinned host memory, brought back layer by layer: exact, and slow by the bus."""
     return Method(k=Host(Plain()), v=Host(Plain()))

@@ -6,9 +6,15 @@ from kvjax.cache.method import Method
 from kvjax.cache.select import budgets, scorers
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
 
 
-@recipe("PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts")
+@recipe(
+    "PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts",
+    Trial(
+        "pyramidkv:budget=6,window=2,kernel=3,pool=avg", "pyramidkv:budget=100,window=2,kernel=3,pool=avg", selected(6)
+    ),
+)
 def pyramidkv(
     budget: int = 1024,
     window: int = 8,

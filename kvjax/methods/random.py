@@ -16,6 +16,7 @@ from kvjax.core.observe import Obs
 from kvjax.core.random import draw
 from kvjax.core.types import Block
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Random(Scorer):
         return by_tokens(bits.astype(jnp.float32) * np.float32(2**-24), block)
 
 
-@recipe("the baseline of chance")
+@recipe(
+    "the baseline of chance",
+    Trial("random:budget=5,sinks=1,recent=1", "random:budget=100,sinks=1,recent=1", selected(5)),
+)
 def random(budget: int = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
     """After the prompt each head keeps tokens drawn by seed, head and position."""
     return Method(select=selecting(Random(seed), budget, sinks, recent, unit, "head"))

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
+from kvjax.cache.contract import LayerState, last_positions
 from kvjax.cache.decode.policy import Policy
 from kvjax.cache.method import Method
 from kvjax.cache.select.units import gather
 from kvjax.core import memory
+from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompress(Policy):
-    """Makes the selection again, by the latest queries, whenever `every` more tokens than its budget are held."""
+    """Makes the selection again, by the latest queries, whenever `every` more tokens than its budget are held.
+
+    The scorer sees as many of the latest queries as it asks for; one that asks for all of them sees the last `every`,
+    those since the selection was last made (a count since the start is kept by `h2o`).
+    """
 
     every: int
 
@@ -34,11 +41,6 @@ class Recompress(Policy):
             raise IncompatibleMethod(
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
-            )
-        if select.scorer.queries is None:
-            raise IncompatibleMethod(
-                f"{select.scorer} needs every query since the start and cannot score again; use `h2o`, which keeps "
-                "count while decoding, or a scorer with a window"
             )
         if select.most(layer.spec) is None:
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
@@ -58,12 +60,15 @@ class Recompress(Policy):
     def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Obs | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        return jnp.where(place < held, place, -1), None if seen is None else _in_places(seen)
+        if seen is not None:
+            wanted = layer.method.select.scorer.queries
+            seen = _in_places(_latest(seen, self.every if wanted is None else wanted))
+        return jnp.where(place < held, place, -1), seen
 
     def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.marks is not None:
             state = dataclasses.replace(state, marks=_with_query(state.marks, q, q_pos))
-        due = (state.pos >= 0).all((1, 2))
+        due = ~over_heads.any((state.pos < 0).any(2))[:, 0]
 
         def compressed(state: LayerState) -> LayerState:
             return dataclasses.replace(state, pos=self._selected(layer, state, due))
@@ -92,6 +97,13 @@ class Recompress(Policy):
         return jnp.where(stays, state.pos, -1)
 
 
+def _latest(seen: Obs, count: int) -> Obs:
+    """The last `count` of each row's queries, in the order of their positions, -1 before a row's first."""
+    pos = last_positions(seen.pos.max(1) + 1, count)
+    at = (seen.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
+    return Obs(jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3), pos)
+
+
 def _in_places(seen: Obs) -> Obs:
     """The queries, each in place position modulo W, from then on kept up to date."""
     W = seen.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
@@ -109,7 +121,25 @@ def _with_query(seen: Obs, q: Array, q_pos: Array) -> Obs:
     return Obs(new.reshape(seen.q.shape), memory.put(seen.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
-@recipe("periodic compression while decoding, as kvpress' DecodingPress does it")
+def _bytes(slots: int) -> Callable[[Sizes], Bytes]:
+    """A selection of two last queries: these, with their positions, are kept beside the slots."""
+
+    def count(x: Sizes) -> Bytes:
+        queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
+        return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + queries)
+
+    return count
+
+
+_SNAPKV = "snapkv:budget={},window=2,kernel=3 + recompress:every={}"
+_KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:every={}"
+
+
+@recipe(
+    "periodic compression while decoding, as kvpress' DecodingPress does it",
+    Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3)),
+    Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2), name="over kvcrush"),
+)
 def recompress(every: int = 128) -> Method:
     """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
 

@@ -12,9 +12,11 @@ from kvjax.cache.contract import LayerState
 from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, newest_first
 from kvjax.cache.method import Method
 from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Scissorhands(Policy):
     def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
         seen = asked(seen, "Scissorhands", f"the last {self.history} queries")
         held = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)  # [B]
-        end = block.pos.max((1, 2)) + 1
+        end = over_heads.max(block.pos.max(2))[:, 0] + 1
         over = held > self.budget
         counts = over[:, None] | (seen.pos > self.budget - self.history)
         counts &= seen.pos >= jnp.maximum(end - self.history, 0)[:, None]
@@ -129,7 +131,12 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
 
 
-@recipe("Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4")
+@recipe(
+    "Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4",
+    Trial(
+        "scissorhands:budget=6,history=4,recent=2", "scissorhands:budget=90,history=4,recent=2", constant(7, marks=4)
+    ),
+)
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
     """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
 

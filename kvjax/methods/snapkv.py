@@ -6,17 +6,12 @@ from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
-
-
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(6)
-    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+from kvjax.methods.trial import Trial, selected
 
 
 @recipe(
     "SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs",
-    Trial("snapkv:budget=6,window=2,kernel=3", "snapkv:budget=100,window=2,kernel=3", _bytes),
+    Trial("snapkv:budget=6,window=2,kernel=3", "snapkv:budget=100,window=2,kernel=3", selected(6)),
 )
 def snapkv(
     budget: int = 1024,

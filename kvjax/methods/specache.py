@@ -17,6 +17,8 @@ from kvjax.cache.read.reader import Reader, Reading
 from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
 from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.kivi import codes_bytes
+from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
@@ -169,7 +171,26 @@ def _put(x: Array, idx: Array, value: Any) -> Array:
     return x.at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], idx].set(value, mode="drop")
 
 
-@recipe("SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3")
+def _trial(more: str = "", bits: int = 1, guesses: bool = True, name: str = "") -> Trial:
+    topk, group, residual = 3, 4, 4
+
+    def count(x: Sizes) -> Bytes:
+        fetched = guesses * x.B * x.K * topk * (2 * x.H * x.itemsize + 4)
+        copy = codes_bytes(x, bits, group, residual)
+        return Bytes(copy + fetched + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+    def text(topk: int) -> str:
+        return f"specache:bits={bits},group={group},residual={residual},topk={topk}" + (f",{more}" if more else "")
+
+    return Trial(text(topk), text(100), count, exact_from=int(guesses), name=name)
+
+
+@recipe(
+    "SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3",
+    _trial(),
+    _trial("reduce=max", bits=2, name="2 bits, the greatest of the query heads"),
+    _trial("speculative=false", guesses=False, name="waiting"),
+)
 def specache(
     bits: int = 1,
     group: int = 32,

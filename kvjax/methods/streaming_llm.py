@@ -13,6 +13,7 @@ from kvjax.cache.method import Method
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,8 @@ class SinksAndRecent(Policy):
     text may grow beyond what the model was trained for: keys are held without RoPE, which is undone once, in float32,
     from the true position, and applied at every read in float32. That costs one more rounding of a key to its dtype (a
     relative 2**-9 per element in bfloat16, 2**-24 in float32) and it never accumulates. With true positions keys stay
-    as they came (kvpress and KVCache-Factory). A layer with a sliding window also hides what has left that window, sinks
-    too. Under a selection, first and last tokens are those of what it leaves.
+    as they came (kvpress and KVCache-Factory). A layer with a sliding window also hides what has left that window,
+    sinks too. Under a selection, first and last tokens are those of what it leaves.
     """
 
     recent: int
@@ -60,7 +61,16 @@ class SinksAndRecent(Policy):
         return jnp.where(pos < self.sinks, pos, pos - base)
 
 
-@recipe("StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2")
+@recipe(
+    "StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2",
+    Trial("streaming_llm:recent=3,sinks=2", "streaming_llm:recent=90,sinks=2", constant(6)),
+    Trial(
+        "streaming_llm:recent=3,sinks=2,reindex=false",
+        "streaming_llm:recent=90,sinks=2,reindex=false",
+        constant(6),
+        name="true positions",
+    ),
+)
 def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> Method:
     """The first and the most recent tokens, in constant memory for a text without end.
 

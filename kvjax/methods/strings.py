@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kvjax.cache.compose import compose
 from kvjax.cache.contract import KVMethod
@@ -15,10 +15,29 @@ from kvjax.cache.method import Method
 from kvjax.core.types import KvjaxError
 from kvjax.methods.catalogue import Recipe, load_all
 
+Methods = str | KVMethod | Sequence[str | KVMethod]
+"""One method or several: values, strings, or strings separated by `;`."""
+
+
+class Part(NamedTuple):
+    """A recipe as a method's string names it, with all of the recipe's parameters, those left out at their default."""
+
+    name: str
+    values: dict[str, Any]
+
 
 def parse(text: str) -> Method:
     """A method from its string; `+` composes. Raises KvjaxError with the nearest valid name."""
-    return functools.reduce(compose, [_one(part.strip()) for part in text.split("+")])
+    return functools.reduce(compose, [load_all()[name].make(**given) for name, given in _calls(text)])
+
+
+def parts_of(method: str | KVMethod) -> tuple[Part, ...]:
+    """The recipes that a method is composed of; none for a method of one's own, which no string makes."""
+    try:
+        calls = _calls(method if isinstance(method, str) else name_of(method))
+    except KvjaxError:
+        return ()
+    return tuple(Part(name, _defaults(load_all()[name]) | given) for name, given in calls)
 
 
 def split_many(text: str) -> list[str]:
@@ -32,6 +51,17 @@ def split_many(text: str) -> list[str]:
 def parse_many(text: str) -> list[Method]:
     """Methods from strings separated by `;`."""
     return [parse(part) for part in split_many(text)]
+
+
+def named(methods: Methods) -> dict[str, KVMethod]:
+    """Methods by the names that reports give them, each once: strings as they were written, values by `name_of`."""
+    found: dict[str, KVMethod] = {}
+    for one in [methods] if isinstance(methods, str) or hasattr(methods, "bind") else methods:
+        if isinstance(one, str):
+            found |= {text: parse(text) for text in split_many(one)}
+        else:
+            found[name_of(one)] = method_of(one)
+    return found
 
 
 def method_of(method: str | KVMethod) -> KVMethod:
@@ -64,15 +94,22 @@ def name_of(method: str | KVMethod) -> str:
     return f"Method({', '.join(parts)})" if parts else "full"
 
 
-def _one(text: str) -> Method:
+def _calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The recipes that a string names, in order, with the parameters that it gives."""
+    return [_call(part) for part in text.split("+")]
+
+
+def _call(text: str) -> tuple[str, dict[str, Any]]:
     name, _, arguments = text.partition(":")
-    name = name.strip()
-    recipes = load_all()
+    name, recipes = name.strip(), load_all()
     if name not in recipes:
         raise KvjaxError(f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all")
-    recipe = recipes[name]
     pairs = [a for a in arguments.split(",") if a.strip()]
-    return recipe.make(**dict(_argument(recipe, a) for a in pairs))
+    return name, dict(_argument(recipes[name], a) for a in pairs)
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    return {name: p.default for name, p in recipe.parameters.items() if p.default is not p.empty}
 
 
 def _argument(recipe: Recipe, text: str) -> tuple[str, Any]:

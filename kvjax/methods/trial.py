@@ -31,8 +31,9 @@ class Sizes(NamedTuple):
         return 4 * self.B
 
     def left(self, budget: int) -> int:
-        """Slots after a selection of so many tokens: what it leaves of the prompt, and room for what follows."""
-        return min(budget, self.prompt) + self.S - self.prompt
+        """Slots after a selection of so many tokens: what it leaves, and room for what follows in whole sixteens."""
+        room = -(-(self.S - self.prompt) // 16) * 16
+        return min(self.S, min(budget, self.prompt) + room)
 
 
 class Bytes(NamedTuple):
@@ -40,6 +41,25 @@ class Bytes(NamedTuple):
 
     device: int
     pinned_host: int = 0
+
+
+def selected(budget: int, per_head: bool = True) -> Callable[[Sizes], Bytes]:
+    """What a selection of so many prompt tokens takes; per_head: whether each head has its own."""
+
+    def count(x: Sizes) -> Bytes:
+        slots = x.left(budget)
+        return Bytes(2 * x.rows(slots) + x.positions(slots, per_head) + x.per_row())
+
+    return count
+
+
+def constant(slots: int, marks: int = 0) -> Callable[[Sizes], Bytes]:
+    """What a policy takes in so many slots: shared by all heads, or each head's own with `marks` bytes per slot."""
+
+    def count(x: Sizes) -> Bytes:
+        return Bytes(2 * x.rows(slots) + x.positions(slots, bool(marks)) + x.B * x.K * slots * marks)
+
+    return count
 
 
 @dataclasses.dataclass(frozen=True)

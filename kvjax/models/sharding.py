@@ -6,8 +6,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from kvjax.core.mesh import RULES, named
-from kvjax.core.types import KvjaxError
+from kvjax.core.mesh import check_divides, named
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 
@@ -20,11 +19,6 @@ def abstract_params(config: Config, dtype) -> dict:
 def param_shardings(config: Config, mesh: Mesh) -> dict:
     """A NamedSharding per parameter; raises when an axis does not divide."""
     for letter, size in (("K", config.kv_heads), ("F", config.mlp_width), ("V", config.vocab_size)):
-        ways = mesh.shape.get(RULES[letter], 1)
-        if size % ways:
-            raise KvjaxError(
-                f"axis {letter} of size {size} does not divide over the {ways} devices of mesh axis "
-                f"{RULES[letter]!r}; use a mesh axis that divides kv_heads, mlp_width and vocab_size"
-            )
+        check_divides(letter, size, mesh, "use a mesh axis that divides kv_heads, mlp_width and vocab_size")
     axes = nn.get_partition_spec(abstract_params(config, "float32"))
     return jax.tree.map(lambda p: named(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec))

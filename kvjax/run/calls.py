@@ -130,16 +130,22 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | 
 
 
 def forced(
-    model: Model, last: Array, cache: Cache, continuations: Sequence[Sequence[int]], width: int | None = None
+    model: Model,
+    last: Array,
+    cache: Cache,
+    continuations: Sequence[Sequence[int]],
+    decoded: bool | Sequence[Sequence[bool]] = True,
+    width: int | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Teacher forcing from a cache and the logits f32[B V] of its last token.
+    """Teacher forcing from a cache and the logits f32[B V] of its last token; decoded and width as in `extend`.
 
     Per row: (the natural-log probability of each token f32[T], the likeliest token at its place i32[T]).
     """
     out, longest = last[:, None], max(map(len, continuations))
     if longest > 1:
         fed = [list(c[:-1]) or [0] for c in continuations]  # a row of one token feeds a token that nothing reads
-        out = jnp.concatenate([out, extend_padded(model, fed, cache, decoded=True, width=width)[0]], 1)
+        marks = decoded if isinstance(decoded, bool) else [list(d[:-1]) or [True] for d in decoded]
+        out = jnp.concatenate([out, extend_padded(model, fed, cache, marks, width)[0]], 1)
     tokens, _ = pad(continuations, out.shape[1])
     logp, likeliest = (np.asarray(x) for x in _scored(out, jnp.asarray(tokens)))
     return [(p[: len(c)], t[: len(c)]) for p, t, c in zip(logp, likeliest, continuations, strict=True)]

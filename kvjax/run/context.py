@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import calls
+from kvjax.run import calls, save
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.forward import guesses
-from kvjax.run.generate import Decoding, Result, decoding
+from kvjax.run.generate import Decoding, Result, decoding, joined
 from kvjax.run.plan import bind
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, round_up, token_ids
@@ -33,6 +35,7 @@ class Context:
     model: Model
     cache: Cache
     last: Array  # f32[B V], the logits of each row's last token
+    method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # of the documents, compilation apart
 
     @property
@@ -73,7 +76,7 @@ class Context:
 
         use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
         """
-        self._check_room(max_new_tokens)
+        self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
         more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
         return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
@@ -89,16 +92,35 @@ class Context:
         return self.start(max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
 
     def ask(self, questions: Prompts, *, max_new_tokens: int = 64, width: int | None = None, **options) -> Result:
-        """The answer to one question per row, asked as if it were the first; options as in `start`."""
-        asked = self.feed(questions, width=width)
+        """The answer to one question per row, asked as if it were the first; options as in `start`.
+
+        A context of one row may be asked several questions, one after the other, each of what it holds now.
+        """
+        ids = token_ids(self.model, questions)
+        if self.rows == 1 < len(ids):
+            return joined([self.ask([q], max_new_tokens=max_new_tokens, width=width, **options) for q in ids])
+        asked = self.feed(ids, width=width)
         return asked.generate(max_new_tokens=max_new_tokens, use_up=True, **options)
 
-    def score(self, continuations: Prompts, *, width: int | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Teacher forcing, one continuation per row: (natural-log probability of each token, the likeliest token)."""
+    def score(
+        self,
+        continuations: Prompts,
+        *,
+        decoded: bool | Sequence[Sequence[bool]] = True,
+        width: int | None = None,
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Teacher forcing, one continuation per row: (natural-log probability of each token, the likeliest token).
+
+        decoded and width as in `feed`; unless it is said otherwise, the continuation stands for what is decoded.
+        """
         ids = token_ids(self.model, continuations)
         if len(ids) != self.rows:
             raise KvjaxError(f"{len(ids)} continuations for {self.rows} rows; give one per row")
-        return calls.forced(self.model, self.last, self.cache, ids, width)
+        return calls.forced(self.model, self.last, self.cache, ids, decoded, width)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
+        return save.write(path, self.model, self.method, self.cache, self.last)
 
     @property
     def guesses(self) -> int:
@@ -135,7 +157,17 @@ def read(
     capacity = calls.room(ids, longest + room if capacity is None else capacity, 0)
     if width is not None:
         width, capacity = round_up(width), max(capacity, round_up(width))
+    method = method_of(method)
     plan = bind(method, model.config)
     more = {"chunk": chunk, "width": width, "progress": progress, "clock": clock}
     last, cache = prompt_runner.run(model, plan, ids, capacity, **more)
-    return Context(model, cache, last, clock.running)
+    return Context(model, cache, last, method, clock.running)
+
+
+def resume(model: Model, path: str | Path, method: str | KVMethod | None = None) -> Context:
+    """The context that `Context.save` wrote; raises KvjaxError for another model, and for a damaged or foreign file.
+
+    method: needed only for a method of one's own, which no string in the file can name.
+    """
+    method, cache, last = save.read(path, model, method)
+    return Context(model, cache, last, method)

@@ -17,6 +17,7 @@ from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder, pick
+from kvjax.run import devices
 
 Plan = tuple[Layer, ...]  # a method bound to each layer
 
@@ -70,13 +71,13 @@ def start_prompt(batch: int, width: int, dtype: Any, setting: Setting, plan: Pla
     c = setting.config
 
     def held(*axes: int) -> Array:
-        return jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype)
+        return constrain(jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype), "B K", setting.mesh)
 
     def layer(i: int) -> Any:
         needs = plan[i].needs
         if needs.chunk:
-            nothing = Block(held(0), held(0), jnp.zeros((batch, 1, 0), jnp.int32))
-            return plan[i].prefill(nothing, None, slots[i])
+            anything = Block(held(1), held(1), jnp.zeros((batch, 1, 1), jnp.int32))
+            return devices.start(plan[i], anything, slots[i], setting.mesh)
         return Prompt(held(width), held(width), held(c.groups, width if needs.queries is None else needs.queries))
 
     return Past(tuple(map(layer, range(c.layers))), jnp.zeros((batch, c.width), dtype))
@@ -93,7 +94,7 @@ def prompt_piece(
         q, k, v = _heads(q, k, v, setting.mesh)
         layer, before = plan[i], past.layers[i]
         if layer.needs.chunk:
-            return layer.extend(before, q, Block(k, v, real[:, None]), k.shape[2], None)[:2]
+            return devices.extend(layer, before, q, Block(k, v, real[:, None]), k.shape[2], None, setting.mesh)[:2]
         at = (0, 0, start, 0)
         k, v = (lax.dynamic_update_slice(old, new, at) for old, new in ((before.k, k), (before.v, v)))
         out = causal(q, k, v, start, setting.config.window(i), pattern=layer.needs.pattern)
@@ -169,12 +170,20 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
     return block, Obs(prompt.q, pos if wanted is None else last_positions(lengths, wanted), keep)
 
 
-def encode(layer: Layer, prompt: Prompt, lengths: Array, slots: int, capacity: int, keep: Array | None = None) -> Any:
+def encode(
+    layer: Layer,
+    prompt: Prompt,
+    lengths: Array,
+    slots: int,
+    capacity: int,
+    mesh: Mesh | None = None,
+    keep: Array | None = None,
+) -> Any:
     """A layer's prompt -> its state."""
     width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
     queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
     block, seen = seen_by(layer, Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries), lengths, keep)
-    return layer.prefill(block, seen, slots)
+    return devices.prefill(layer, block, seen, slots, mesh)
 
 
 def unembed(params: Any, hidden: Array, setting: Setting) -> Array:
@@ -231,7 +240,8 @@ def advance(
     def attend(i: int, q: Array, k: Array, v: Array):
         nonlocal carry  # it goes up from layer to layer, and ends with the step
         q, k, v = _heads(q, k, v, setting.mesh)
-        out, state, carry = cache.plan[i].extend(cache.layers[i], q, Block(k, v, pos[:, None]), commit, carry)
+        layer, state, fresh = cache.plan[i], cache.layers[i], Block(k, v, pos[:, None])
+        out, state, carry = devices.extend(layer, state, q, fresh, commit, carry, setting.mesh)
         return out, state
 
     hidden, layers = apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.__call__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -113,11 +113,12 @@ class Result:
     decode_seconds: float
     compile_seconds: float
     decode_steps: int  # after the first token, which the prefill yields
+    rows: int  # that each step decoded
 
     @property
     def tokens_per_second(self) -> float:
         """Decoded tokens of all rows per second of the decode loop; 0 when no step was run."""
-        return self.decode_steps * len(self.tokens) / self.decode_seconds if self.decode_steps else 0.0
+        return self.decode_steps * self.rows / self.decode_seconds if self.decode_steps else 0.0
 
 
 @dataclasses.dataclass
@@ -154,6 +155,11 @@ class Decoding:
         return UNTIL.compile(**self.arguments(), limit=self.carry.i)[0].as_text()
 
     @property
+    def cache(self) -> Cache:
+        """The cache as it is now; the next step uses it up."""
+        return self.carry.cache
+
+    @property
     def tokens(self) -> np.ndarray:
         """i32[B n], all tokens so far, -1 where a row had ended; the first came from the prefill."""
         return np.asarray(self.carry.out)[:, : int(self.carry.i)]
@@ -171,6 +177,7 @@ class Decoding:
             self.decode_seconds,
             self.clock.compiling,
             int(self.carry.i) - 1,
+            len(tokens),
         )
 
     def columns(self, count: int) -> Iterator[list[int | None]]:
@@ -182,6 +189,21 @@ class Decoding:
             if (column < 0).all():
                 return
             yield [int(t) if t >= 0 else None for t in column]
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """The results of batches that were decoded one after the other, as one; bytes are those of one batch."""
+
+    def every(field: str) -> list:
+        return [x for r in results for x in getattr(r, field)]
+
+    def total(field: str) -> Any:
+        return sum(getattr(r, field) for r in results)
+
+    summed = ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps")
+    text = None if results[0].text is None else every("text")
+    more = {field: total(field) for field in summed} | {"finish_reasons": every("finish_reasons")}
+    return dataclasses.replace(results[0], tokens=every("tokens"), text=text, **more)
 
 
 def decoding(

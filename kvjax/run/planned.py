@@ -29,18 +29,22 @@ def planned_bytes(
     capacity: tokens per row that there is room for (default: the prompt alone). No weights are needed. Where layers
     share a budget by what the prompt is like, it is counted as divided evenly.
     """
-    plan = bind(method, config)
-    sizes = [state_bytes(_state(layer, config, prompt, capacity or prompt, batch, dtype)) for layer in plan]
-    return {kind: sum(size[kind] for size in sizes) for kind in ("device", "pinned_host")}
+    total = {"device": 0, "pinned_host": 0}
+    for layer in bind(method, config):
+        slots = slots_of(layer, (prompt,), capacity or prompt)
+        arrays, _ = abstract_state(layer, config, prompt, slots, batch, dtype)
+        for kind, size in state_bytes(arrays).items():
+            total[kind] += size
+    return total
 
 
-def _state(layer: Layer, config: Config, prompt: int, capacity: int, batch: int, dtype: Any) -> list:
-    """The arrays of one layer's state, as abstract values that know their memory kind."""
+def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:
+    """One layer's state after prompts of so many tokens: (its arrays, abstract but of a memory kind; their tree)."""
 
     def array(*shape: int, of: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), of)
 
-    slots, wanted = slots_of(layer, (prompt,), capacity), layer.needs.queries
+    wanted = layer.needs.queries
     asked = prompt if wanted is None else wanted
     length = 0 if layer.needs.chunk else prompt
     rows = array(config.kv_heads, length, config.head_dim)
@@ -51,4 +55,5 @@ def _state(layer: Layer, config: Config, prompt: int, capacity: int, batch: int,
         return layer.prefill(Block(k, v, pos), seen, slots)
 
     places = (array(1, length, of=jnp.int32), q, array(asked, of=jnp.int32))
-    return jax.make_jaxpr(prefill)(rows, rows, *places).out_avals
+    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(rows, rows, *places)
+    return traced.out_avals, jax.tree.structure(shapes)

@@ -16,7 +16,7 @@ from kvjax.cache.contract import Cache, slots_of
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import forward
+from kvjax.run import devices, forward
 from kvjax.run.forward import Plan, Prompt, Setting
 from kvjax.run.prompts import pad, place, round_up
 
@@ -50,14 +50,14 @@ def _whole(
     """A prompt in one piece: (logits of each row's last token f32[B V], cache)."""
 
     def finish(i: int, prompt: Prompt) -> Any:
-        return forward.encode(plan[i], prompt, lengths, slots[i], capacity)
+        return forward.encode(plan[i], prompt, lengths, slots[i], capacity, setting.mesh)
 
     hidden, layers = forward.whole_prompt(params, tokens, lengths, setting, plan, finish)
     return forward.unembed(params, hidden, setting), Cache(layers, lengths, capacity, plan, setting.config)
 
 
-def _measure(prompt: Prompt, lengths: Array, plan: Plan, layer: int) -> Array:
-    return plan[layer].measure(*forward.seen_by(plan[layer], prompt, lengths))
+def _measure(prompt: Prompt, lengths: Array, setting: Setting, plan: Plan, layer: int) -> Array:
+    return devices.measure(plan[layer], *forward.seen_by(plan[layer], prompt, lengths), setting.mesh)
 
 
 def _shares(measures: Array, lengths: Array, plan: Plan) -> Array:
@@ -65,17 +65,24 @@ def _shares(measures: Array, lengths: Array, plan: Plan) -> Array:
 
 
 def _encode(
-    prompt: Prompt, lengths: Array, plan: Plan, layer: int, slots: int, capacity: int, keep: Array | None = None
+    prompt: Prompt,
+    lengths: Array,
+    setting: Setting,
+    plan: Plan,
+    layer: int,
+    slots: int,
+    capacity: int,
+    keep: Array | None = None,
 ) -> Any:
-    return forward.encode(plan[layer], prompt, lengths, slots, capacity, keep)
+    return forward.encode(plan[layer], prompt, lengths, slots, capacity, setting.mesh, keep)
 
 
 WHOLE = Program(_whole, static=("setting", "plan", "slots", "capacity"))
 START = Program(forward.start_prompt, static=("batch", "width", "dtype", "setting", "plan", "slots"))
 PIECE = Program(forward.prompt_piece, static=("setting", "plan"), donate=("past",))
-MEASURE = Program(_measure, static=("plan", "layer"))
+MEASURE = Program(_measure, static=("setting", "plan", "layer"))
 SHARES = Program(_shares, static=("plan",))
-ENCODE = Program(_encode, static=("plan", "layer", "slots", "capacity"))
+ENCODE = Program(_encode, static=("setting", "plan", "layer", "slots", "capacity"))
 UNEMBED = Program(forward.unembed, static=("setting",))
 
 
@@ -112,11 +119,12 @@ def run(
             capacity=capacity,
         )
     width = width or round_up(max(map(len, ids)))
-    tokens, lengths = pad(ids, width if piece is None else round_up(width, piece))
+    # Pieces of a method's own end where its slots do; those of `chunk` are equal, to share one program.
+    tokens, lengths = pad(ids, width if chunk is None else round_up(width, chunk))
     lengths = place(model, lengths, "B")
-    past = _pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
+    past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
     out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
-    layers = _encoded(list(past.layers), lengths, plan, slots, capacity, clock)
+    layers = encoded(model, setting, list(past.layers), lengths, plan, slots, capacity, clock)
     return out, Cache(layers, lengths, capacity, plan, model.config)
 
 
@@ -132,7 +140,7 @@ def _piece_width(plan: Plan, chunk: int | None) -> int | None:
     return chunk
 
 
-def _pieces(
+def pieces(
     model: Model,
     setting: Setting,
     plan: Plan,
@@ -167,17 +175,26 @@ def _pieces(
     return past
 
 
-def _encoded(
-    prompts: list[Any], lengths: Array, plan: Plan, slots: tuple[int, ...], capacity: int, clock: Clock
+def encoded(
+    model: Model,
+    setting: Setting,
+    prompts: list[Any],
+    lengths: Array,
+    plan: Plan,
+    slots: tuple[int, ...],
+    capacity: int,
+    clock: Clock,
 ) -> tuple[Any, ...]:
     """The states of all layers; one layer's exact keys and values are freed before the next layer is encoded."""
     keep: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
-        measures = [clock.call(MEASURE, prompt=p, lengths=lengths, plan=plan, layer=i) for i, p in enumerate(prompts)]
+        more = {"lengths": lengths, "setting": setting, "plan": plan}
+        measures = [clock.call(MEASURE, prompt=p, layer=i, **more) for i, p in enumerate(prompts)]
         tokens = np.asarray(clock.call(SHARES, measures=jnp.stack(measures), lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
-        slots = tuple(min(capacity, round_up(int(row.max()) + room, 16)) for row in tokens)
-        keep = [jnp.asarray(row) for row in tokens]
+        most = [round_up(int(row.max()), 16) for row in tokens]
+        slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
+        keep = [place(model, row, "B") for row in tokens]
     layers: list[Any] = []
     while prompts:
         i, prompt = len(layers), prompts.pop(0)
@@ -190,6 +207,7 @@ def _encoded(
                 prompt=prompt,
                 lengths=lengths,
                 keep=keep[i],
+                setting=setting,
                 plan=plan,
                 layer=i,
                 slots=slots[i],

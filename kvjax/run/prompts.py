@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.mesh import named
+from kvjax.core.mesh import check_divides, named
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 
@@ -23,8 +23,12 @@ def round_up(n: int, to: int = BUCKET) -> int:
 
 
 def place(model: Model, x: np.ndarray, axes: str) -> Array:
-    """An input array on the model's mesh, if it has one."""
-    return jnp.asarray(x) if model.mesh is None else jax.device_put(x, named(axes, model.mesh))
+    """An input array on the model's mesh, if it has one; raises KvjaxError for rows that do not divide over it."""
+    if model.mesh is None:
+        return jnp.asarray(x)
+    for letter, size in zip(axes.split(), x.shape, strict=True):
+        check_divides(letter, size, model.mesh, "give a number of rows that does, or another mesh")
+    return jax.device_put(x, named(axes, model.mesh))
 
 
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.read.readers import by_query_blocks
+from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core.attention import attend_dense
 from kvjax.core.types import Block, KvjaxError
 from kvjax.testing import toy_model
+from tests.contract import layer
 
 
 @pytest.mark.parametrize("n", [1, 4, 5, 10, 64])
@@ -50,15 +51,17 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
     pos = jnp.asarray(np.where(np.arange(48)[None] < lengths[:, None], np.arange(48)[None], -1), jnp.int32)
     outs = []
     for kernel in ("xla", "pallas"):
-        method = kvjax.zoo.kivi(bits, group=16, residual=32, kernel=kernel)
+        method = layer.bound(kvjax.zoo.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
 
         def run(k, v, q, method=method):
-            state = method.prefill(Block(k, v, pos[:, None]), 96)
+            state = method.prefill(Block(k, v, pos[:, None]), None, 96)
 
             def step(state, i):
-                at = lengths[:, None] + i
+                at = (lengths[:, None] + i).astype(jnp.int32)
                 f = i.astype(jnp.float32)
-                return method.extend(state, q, k[:, :, :1] + f, v[:, :, :1] - f, at.astype(jnp.int32), 1, window)[::-1]
+                fresh = Block(k[:, :, :1] + f, v[:, :, :1] - f, at[:, None])
+                out, state, _ = method.extend(state, q, fresh, 1, None)
+                return state, out
 
             return jax.lax.scan(step, state, jnp.arange(34))[1]
 

@@ -9,15 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.scorers import Accumulated, KeyNorm, Random, Window, draw
+from kvjax.cache.select.scorers import Accumulated, Window
 from kvjax.core.observe import Obs, mass
+from kvjax.core.random import draw
 from kvjax.core.types import KvjaxError
+from kvjax.methods.keynorm import KeyNorm
+from kvjax.methods.random import Random
+from tests.contract.layer import spec
 from tests.oracles.test_eviction import LENGTHS, S, W, batch, both
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run(scorer, block, obs, window=None):
-    return scorer.score_both(block, obs, window), scorer.score(block, obs, window)
+    return scorer.scores(block, obs, spec(window))
 
 
 CASES = [
@@ -37,10 +41,7 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_scores_are_the_oracles(scorer, window, padding):
-    (heads, kv), score = jax.tree.map(
-        np.asarray, run(scorer, *batch(padding=padding, queries=scorer.queries or None), window)
-    )
-    np.testing.assert_array_equal(kv, score)
+    heads, kv = map(np.asarray, run(scorer, *batch(padding=padding, queries=scorer.queries or None), window))
     assert kv.dtype == heads.dtype == jnp.float32 and kv.shape == (4, 2, S)
     for b, n in enumerate(LENGTHS):
         want_heads, want = both(scorer, b, n, window)
@@ -117,8 +118,8 @@ def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
         (lambda: Window(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
         (lambda: Accumulated("mean"), "normalise must be one of 'none', 'visible', got 'mean'"),
         (lambda: Accumulated(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
-        (lambda: Window(7).score(batch()[0], None, None), "got none; observe the last 7 of each row"),
-        (lambda: Accumulated().score(batch()[0], None, None), "got none; observe all of each row"),
+        (lambda: Window(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each row"),
+        (lambda: Accumulated().scores(batch()[0], None, spec()), "got none; observe all of each row"),
     ],
 )
 def test_wrong_settings_are_named(make, says):

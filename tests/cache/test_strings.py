@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from kvjax.cache import Method, compose, parse, parse_many
+from kvjax import Method, compose, name_of, parse, parse_many, zoo
 from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.cache.read.readers import TopV
 from kvjax.core.types import IncompatibleMethod, KvjaxError
-from kvjax.methods import zoo
+from kvjax.methods.kcache import TopV
+from kvjax.run.plan import bind
 from kvjax.testing import toy_model
 
 
@@ -19,7 +19,7 @@ def test_a_string_is_the_call():
     assert parse(" kcache : n=64 , device_layers=2 ") == zoo.kcache(n=64, device_layers=2)
     assert parse("kcache:renormalise=true,granularity=kv") == zoo.kcache(renormalise=True, granularity="kv")
     assert parse("kcache") == zoo.kcache()
-    assert [m.name for m in parse_many("full; kcache:n=64;")] == ["full", "kcache:n=64"]
+    assert [name_of(m) for m in parse_many("full; kcache:n=64;")] == ["full", "kcache:n=64"]
 
 
 def test_the_papers_defaults():
@@ -29,7 +29,7 @@ def test_the_papers_defaults():
 def test_a_plus_composes():
     both = parse("offload + kcache:n=8")
     assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopV(8), device_layers=1)
-    assert both.name == "offload + kcache:n=8"
+    assert name_of(both) == "offload + kcache:n=8"
     assert compose(zoo.full(), zoo.kcache()) == zoo.kcache() == compose(zoo.kcache(), zoo.full())
 
 
@@ -39,9 +39,9 @@ def test_two_fillings_of_one_slot_are_refused():
 
 
 def test_the_plan_keeps_the_first_layers_on_the_device():
-    plan = zoo.kcache(n=8, device_layers=2).plan(toy_model().config)
-    assert plan == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
-    assert dataclasses.replace(zoo.kcache(), device_layers=0).plan(toy_model(layers=1).config)[0].uses_host
+    plan = bind(zoo.kcache(n=8, device_layers=2), toy_model().config)
+    assert tuple(layer.method for layer in plan) == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
+    assert dataclasses.replace(zoo.kcache(), device_layers=0).traits.host
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_no_method_is_an_error():
 
 def test_every_recipe_has_a_source_and_a_summary():
     for r in zoo.RECIPES.values():
-        assert r.source and r.summary.endswith(".") and r.make().name == r.name
+        assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name

@@ -2,68 +2,70 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import re
 from pathlib import Path
 
-from kvjax.cache import compose, parse
-from kvjax.core.types import IncompatibleMethod
-from kvjax.methods import zoo
+from kvjax.cache.method import Method
+from kvjax.methods.catalogue import Recipe, load_all
+from kvjax.methods.pairs import Verdict, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
-EVICTION = (
-    "snapkv",
-    "pyramidkv",
-    "accumulated",
-    "keynorm",
-    "random",
-    "sinks_and_recent",
-    "snapkv + kvcrush",
-    "snapkv + kmeans",
-)
-HELD = ("", "kivi:bits=4", "kivi:bits=2")
-PLACED = ("", "offload")
-READ = ("", "kcache", "specache")
+
+def fills(recipe: Recipe) -> str:
+    """The slots that a recipe fills."""
+    method, default = recipe.make(), Method()
+    names = [f.name for f in dataclasses.fields(Method) if f.compare]
+    return ", ".join(f"`{name}`" for name in names if getattr(method, name) != getattr(default, name))
 
 
-def products() -> list[str]:
-    """Every eviction method x how rows are held x where x how they are read, as method strings."""
-    return [" + ".join(filter(None, parts)) for parts in itertools.product(EVICTION, HELD, PLACED, READ)]
+def short(found: Verdict) -> str:
+    """The reason of a "no", without the values of the slots that it names."""
+    inside = re.search(r": ([^:;]+); [a-z]+ .*$", found.reason)
+    return inside.group(1) if inside else found.reason.split(";")[0]
 
 
-def mark(a: str, b: str) -> str:
-    """ "yes", or why not."""
-    try:
-        compose(parse(a), parse(b))
-    except IncompatibleMethod as e:
-        return "one reader" if "`read`" in str(e) else "one selection" if "`select`" in str(e) else "own rules"
-    return "yes"
+def line(recipe: Recipe, recipes: dict[str, Recipe]) -> str:
+    """The row of one method."""
+    refused: dict[str, list[str]] = {}
+    below: list[str] = []
+    for other in recipes:
+        found = verdict(recipe.name, other) if other != recipe.name else Verdict(True)
+        if not found.works:
+            refused.setdefault(short(found), []).append(f"`{other}`")
+        elif found.over_selection:
+            below.append(other)
+    reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in refused.items())
+    return f"| `{recipe.name}` | {fills(recipe)} | {reasons or 'none'} |"
 
 
 def page() -> str:
     """The page."""
-    names = [n for n in zoo.RECIPES if n not in ("kmeans", "full")]
-    lines = [f"| | {' | '.join(f'`{n}`' for n in names)} |", "|---" * (len(names) + 1) + "|"]
-    for i, a in enumerate(names):
-        cells = ["" if j <= i else mark(a, b) for j, b in enumerate(names)]
-        lines.append(f"| `{a}` | {' | '.join(cells)} |")
+    recipes = load_all()
+    names = sorted(recipes)
+    pairs = [verdict(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    ordered = {name: recipes[name] for name in names}
+    lines = "\n".join(line(recipe, ordered) for recipe in ordered.values())
+    works = sum(v.works for v in pairs)
     return f"""# Which methods compose
 
 Written by `python -m tests.contract.composition`; a test holds it to the code. `a + b` fills the slots of both; where
-it cannot, `IncompatibleMethod` says which slot and what to do. `full` goes with everything, `kmeans` where `kvcrush`
-goes.
+it cannot, `IncompatibleMethod` says which slots and what to do. Of {len(pairs)} pairs of {len(names)} methods
+{works} compose.
 
-{chr(10).join(lines)}
+A method goes with every method but those that its row names, each with the reason.
 
-- "one reader": both decide which slots a query reads. "one selection": both decide which prompt tokens stay.
-- "own rules": a method that evicts while it decodes, or fetches blocks by rules of its own, holds its tokens itself.
-- `kvcrush` needs an eviction method to stand on: `snapkv:budget=256 + kvcrush`.
+| method | fills | does not go with |
+|---|---|---|
+{lines}
+
+- Methods that fill `represent`, `merge`, `shares` or `apart` may need a selection to stand on, as in
+  `snapkv:budget=256 + kvcrush`; a pair of these, or of one of these and a method without a selection, goes with one.
 - `specache + kivi` keeps the host's rows in low bits too; `offload + x` places on the host what x holds.
 
-All {len(products())} products of {len(EVICTION)} ways to select, 3 ways to hold (plain, 4 bits, 2 bits), 2 places and
-3 ways to read (`full`, `kcache`, `specache`) keep their shapes, dtypes and memory kinds through a step, and those of
-`snapkv + kvcrush` equal dense attention at their limits (`tests/contract`). The ways to select are
-{", ".join(f"`{e}`" for e in EVICTION)}.
+All pairs that compose keep their shapes, dtypes and memory kinds through a step. So many of them that every two slots
+meet are run on ragged rows, and equal dense attention at their limits (`tests/contract/test_products.py`).
 """
 
 

@@ -1,23 +1,35 @@
-"""A layer under a method, driven by given queries, keys and values."""
+"""A bound layer of a method, driven by given queries, keys and values; its programs are compiled once for all tests."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from kvjax.core.observe import Obs
+from kvjax.cache.contract import Layer, LayerSpec, slots_of
+from kvjax.core.rope import Rope
 from kvjax.core.types import Block
-from kvjax.models import Config
+from kvjax.methods.strings import method_of
+from kvjax.run import forward
+from kvjax.testing import dense_attention
 
 B, K, G, H = 3, 2, 2, 32
 LENGTHS = np.array([9, 1, 6], np.int32)  # ragged prompts, one of a single token
+LONGEST = int(LENGTHS.max())
 STEPS = 7
 TOTAL = LENGTHS + STEPS
 CAPACITY = 24
+# Each program runs for milliseconds: optimising it would take most of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+Fresh = tuple[jax.Array, Block]
+"""What `Layer.extend` takes for fresh tokens: q [B K G T H], and their block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +41,18 @@ class Data:
     v: jax.Array
     lengths: np.ndarray
 
-    def token(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """What `extend` takes for one fresh token of each row."""
+    def token(self, step: int) -> Fresh:
+        """One fresh token of each row."""
         return self.tokens(step, 1)
 
-    def tokens(self, step: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """What `extend` takes for `count` fresh tokens of each row."""
+    def tokens(self, step: int, count: int) -> Fresh:
+        """`count` fresh tokens of each row."""
         pos = jnp.asarray(self.lengths[:, None] + step + np.arange(count)[None], jnp.int32)
-        take = lambda x: jnp.take_along_axis(x, pos.reshape(B_of(x), *(1,) * (x.ndim - 3), -1, 1), -2)  # noqa: E731
-        return take(self.q), take(self.k), take(self.v), pos
 
+        def take(x: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, pos.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1, 1), -2)
 
-def B_of(x: jax.Array) -> int:  # noqa: N802 (the glossary's letter)
-    return x.shape[0]
+        return take(self.q), Block(take(self.k), take(self.v), pos[:, None])
 
 
 def data(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> Data:
@@ -49,68 +60,152 @@ def data(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> Data:
     rng = np.random.default_rng(seed)
     S = int(TOTAL.max())
     real = np.arange(S)[None] < TOTAL[:, None]
-    fill = lambda x, m: jnp.asarray(np.where(m, x, padding), dtype)  # noqa: E731
+
+    def fill(x: np.ndarray, inside: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.where(inside, x, padding), dtype)
+
     q = fill(rng.normal(size=(B, K, G, S, H)) * 2, real[:, None, None, :, None])
     k, v = (fill(rng.normal(size=(B, K, S, H)), real[:, None, :, None]) for _ in range(2))
     return Data(q, k, v, LENGTHS)
 
 
-def rows(d: Data, b: int) -> Data:
-    """Row b alone."""
-    return Data(d.q[b : b + 1], d.k[b : b + 1], d.v[b : b + 1], d.lengths[b : b + 1])
+def rows(d: Data, which: list[int]) -> Data:
+    """These rows of a batch."""
+    at = np.asarray(which)
+    return Data(d.q[at], d.k[at], d.v[at], d.lengths[at])
 
 
-CONFIG = Config(vocab_size=2, width=8, layers=1, heads=K * G, kv_heads=K, head_dim=H, mlp_width=8)
+def cut_short(fresh: Fresh, counts: list[int]) -> Fresh:
+    """Of a chunk, the first counts[b] tokens of row b; what is beyond them is padding with infinite keys and values."""
+    q, block = fresh
+    real = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
+    k, v = (jnp.where(real[..., None], x, jnp.asarray(np.inf, x.dtype)) for x in (block.k, block.v))
+    return q, Block(k, v, jnp.where(real, block.pos, jnp.int32(-1)))
 
 
-def bound(method: Any) -> Any:
-    """The method of the only layer of a model."""
-    return method.plan(CONFIG)[0]
+def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
+    """The only layer of a model."""
+    return LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=head_dim, window=window, rope=Rope(head_dim))
 
 
-def slots(method: Any, lengths: np.ndarray, capacity: int = CAPACITY) -> int:
-    """What a prefill has to make room for, so that the longest row can grow to `capacity` tokens."""
-    return max(bound(method).kept(int(n)) for n in lengths) + capacity - int(LENGTHS.max())
+def bound(method: Any, window: int | None = None, head_dim: int = H) -> Layer:
+    """A method, or its string, in that layer."""
+    return method_of(method).bind(spec(window, head_dim))
 
 
-def prefill(method: Any, d: Data, padding: float = 0.0, capacity: int = CAPACITY) -> Any:
+def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, Block]:
+    """Queries and block of the prompts, `width` tokens wide; beyond each prompt they hold `padding`."""
+    pos = np.arange(width)[None] < d.lengths[:, None]
+    inside = jnp.asarray(pos)[:, None, :, None]
+
+    def cut(x: jax.Array, inside: jax.Array) -> jax.Array:
+        return jnp.where(inside, x[..., :width, :], jnp.asarray(padding, x.dtype))
+
+    pos = jnp.asarray(np.where(pos, np.arange(width)[None], -1), jnp.int32)
+    return cut(d.q, inside[:, None]), Block(cut(d.k, inside), cut(d.v, inside), pos[:, None])
+
+
+def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
+    """The state after the prompts, made as the decoder makes it."""
+    lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+    if layer.needs.chunk:
+        return _through_the_method(layer, q, block, slots)
+    seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths))
+    keep = None
+    if layer.needs.all_layers:
+        measures = layer.measure(*forward.seen_by(layer, seen, lengths))
+        keep = layer.shares(measures[None], lengths)[0]
+    return layer.prefill(*forward.seen_by(layer, seen, lengths, keep), slots)
+
+
+def _through_the_method(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
+    size = layer.needs.chunk
+
+    def pieces(x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
+        grow = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
+        x = jnp.pad(x, grow, constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+    def step(state: Any, piece: Fresh) -> tuple[Any, None]:
+        return layer.extend(state, *piece, size, None)[1], None
+
+    state = layer.prefill(block.first(0), None, slots)
+    every = Block(pieces(block.k, 2), pieces(block.v, 2), pieces(block.pos, 2, -1))
+    return lax.scan(step, state, (pieces(q, 3), every))[0]
+
+
+def slots(layer: Layer, capacity: int = CAPACITY) -> int:
+    """Slots of a layer that the battery's prompts fill."""
+    return slots_of(layer, tuple(map(int, LENGTHS)), capacity)
+
+
+@functools.cache
+def _prefill(layer: Layer, slots: int):
+    return jax.jit(lambda q, block: after_prompt(layer, q, block, slots), compiler_options=QUICK)
+
+
+def prefill(layer: Layer, d: Data, padding: float = 0.0) -> Any:
     """The state after the prompts; beyond each prompt the block holds `padding`."""
-    method, n = bound(method), slots(method, d.lengths, capacity)
-    T = int(d.lengths.max())
-    pos = np.arange(T)[None] < d.lengths[:, None]
-    keep = jnp.asarray(pos)[:, None, :, None]
-    k, v = (jnp.where(keep, x[:, :, :T], jnp.asarray(padding, x.dtype)) for x in (d.k, d.v))
-    q = jnp.where(keep[:, :, None], d.q[:, :, :, :T], jnp.asarray(padding, d.q.dtype))
-    pos = jnp.asarray(np.where(pos, np.arange(T)[None], -1), jnp.int32)
-    if method.restricted:
-        empty = method.empty(B_of(k), n, k.dtype)
-        return jax.jit(lambda s, *x: method.extend(s, *x, T)[1])(empty, q, k, v, pos)
-    return jax.jit(lambda q, k, v, p: method.prefill(Block(k, v, p[:, None]), n, shown(method, q, p)))(q, k, v, pos)
+    return _prefill(layer, slots(layer))(*prompt(d, padding))
 
 
-def shown(method: Any, q: jax.Array, pos: jax.Array) -> Obs | None:
-    """The queries [B K G T H] that the method wants to see."""
-    if method.queries == 0:
-        return None
-    if method.queries is None:
-        return Obs(q, pos)
-    at = pos.max(1, keepdims=True) + 1 - method.queries + jnp.arange(method.queries, dtype=jnp.int32)[None]
-    q = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], 3)
-    return Obs(q, jnp.maximum(at, -1))
+TRACES: Counter[Layer] = Counter()
+"""How often `extend` was traced for single steps."""
 
 
-def extend(method: Any, commit: int = 1, window: int | None = None):
-    """extend as a function of (state, fresh tokens)."""
-    method = bound(method)
-    return lambda state, fresh: method.extend(state, *fresh, commit, window)
+@functools.cache
+def extend(layer: Layer, commit: int = 1):
+    """The compiled function (state, fresh tokens) -> (out, state); the carry is that of the first layer."""
+
+    def run(state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
+        TRACES[layer] += 1
+        return layer.extend(state, *fresh, commit, None)[:2]
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+def stepped(layer: Layer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
+    """One token after the other, of a stack of them -> (f32[B K G T H], the state)."""
+
+    def step(state: Any, one: Fresh) -> tuple[Any, jax.Array]:
+        out, state, _ = layer.extend(state, *one, 1, None)
+        return state, out[:, :, :, 0]
+
+    state, outs = lax.scan(step, state, fresh)
+    return jnp.moveaxis(outs, 0, 3), state
+
+
+@functools.cache
+def _stepped(layer: Layer):
+    return jax.jit(functools.partial(stepped, layer), compiler_options=QUICK)
+
+
+def stack(d: Data, count: int = STEPS) -> Fresh:
+    """The fresh tokens of so many steps, one behind the other."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *[d.token(t) for t in range(count)])
 
 
 def run(method: Any, d: Data, window: int | None = None, state: Any = None) -> np.ndarray:
     """All decode steps one by one -> f32[B K G STEPS H]."""
-    state = prefill(method, d) if state is None else state
-    f = jax.jit(extend(method, window=window))
-    outs = []
-    for t in range(STEPS):
-        out, state = f(state, d.token(t))
-        outs.append(out)
-    return np.concatenate(outs, 3)
+    layer = bound(method, window)
+    state = prefill(layer, d) if state is None else state
+    return np.asarray(_stepped(layer)(state, stack(d))[0])
+
+
+def dense(d: Data, window: int | None = None) -> np.ndarray:
+    """What exact attention gives in all steps, f64[B K G STEPS H]."""
+    out = np.zeros((B, K, G, STEPS, H))
+    for b, n in enumerate(d.lengths):
+        at = n + np.arange(STEPS)
+        q = np.asarray(d.q[b])[:, :, at].reshape(-1, STEPS, H)
+        total = n + STEPS
+        o = dense_attention(q, np.asarray(d.k[b])[:, :total], np.asarray(d.v[b])[:, :total], at, window)
+        out[b] = o.reshape(out[b].shape)
+    return out
+
+
+def traced(fun: Any, *args: Any) -> Any:
+    """What a function says of the tracers that it makes, such as their types; nothing is compiled."""
+    found = []
+    jax.make_jaxpr(lambda *xs: found.append(fun(*xs)))(*args)
+    return found[0]

@@ -1,63 +1,117 @@
-"""Every way to select, hold, place and read together: shapes of all of them, exact limits of some."""
+"""C8: every pair of methods exists or says why not; steps of all that exist in the abstract, real ones of a choice."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from kvjax.cache import parse
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.groups import Kivi
-from kvjax.cache.read.readers import TopV
-from kvjax.cache.select.budgets import Uniform
-from kvjax.methods.specache import Speculative
-from tests.contract import layer
-from tests.contract.composition import products
-from tests.contract.test_contract import dense
+from kvjax import parse
+from kvjax.cache.contract import Layer
+from kvjax.cache.method import Method, MethodLayer
+from kvjax.core.types import IncompatibleMethod
+from kvjax.methods.pairs import verdict
+from tests.contract import composition, layer
+from tests.contract.table import PAIRS, RECIPES, pair, parts, together
+
+REMEDY = re.compile(r"[;:] (compose|give|leave|use) ")
+OF_THE_PAPERS = (
+    "offload kcache kivi specache snapkv pyramidkv accumulated keynorm random sinks_and_recent kvcrush recompress "
+    "streaming_llm h2o scissorhands infllm"
+).split()
+CRUSHED = ["snapkv:budget=100,window=2,kernel=3", "kvcrush:share=0.5"]
+HELD = ("", "kivi:bits=4,group=4,residual=24")
+PLACED = ("", "offload")
+READ = ("", "kcache:n=100,device_layers=0", "specache:bits=1,group=4,residual=4,topk=100")
 
 
-def sized(text: str, budget: int, many: int, residual: int):
-    """The method at a size that suits a few tokens."""
-    method = dataclasses.replace(parse(text), device_layers=0)
-    select = dataclasses.replace(method.select, budget=Uniform(budget), recent=min(method.select.recent, 3), sinks=0)
-    if hasattr(select.scorer, "kernel"):
-        select = dataclasses.replace(select, scorer=dataclasses.replace(select.scorer, queries=2, kernel=3), recent=2)
+def abstract_types(bound: Layer) -> list:
+    """Types of the state after the prompts, and after steps that keep one token, or none and guess."""
+    d = layer.data()
+    commits = [(1, 1), (2, 1), (1, 0)] if bound.needs.guesses else [(1, 1)]
 
-    def codec(c):
-        inner = c.inner if isinstance(c, Host) else c
-        if isinstance(inner, Kivi):
-            inner = dataclasses.replace(inner, group=4, residual=residual)
-        return Host(inner) if isinstance(c, Host) else inner
+    def run(q, block, steps):
+        state = layer.after_prompt(bound, q, block, layer.slots(bound))
+        states = [state]
+        for fresh, (_, commit) in zip(steps, commits, strict=True):
+            states.append(bound.extend(state, *fresh, commit, None)[1])
+        return [jax.tree.map(jax.typeof, s) for s in states]
 
-    read = method.read
-    if isinstance(read, TopV):
-        read = TopV(many)
-    if isinstance(read, Speculative):
-        low = [dataclasses.replace(c, group=4, residual=4) for c in (read.k, read.v)]
-        read = dataclasses.replace(read, topk=many, k=low[0], v=low[1])
-    return dataclasses.replace(method, select=select, k=codec(method.k), v=codec(method.v), read=read)
+    return layer.traced(run, *layer.prompt(d), [d.tokens(0, count) for count, _ in commits])
 
 
-@pytest.mark.parametrize("text", products())
-def test_a_step_keeps_shapes_dtypes_and_memory_kinds(text):
-    method, d = sized(text, budget=5, many=3, residual=4), layer.data()
-    types = []
-
-    def both(fresh):
-        state = layer.prefill(method, d)
-        after = layer.extend(method)(state, fresh)[1]
-        types.extend(jax.tree.map(jax.typeof, s) for s in (state, after))
-        return after
-
-    jax.make_jaxpr(both)(d.token(0))
-    assert types[0] == types[1]
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_c8_a_pair_keeps_its_types_through_a_step_or_names_slots_and_remedy(a, b):
+    found = pair(a, b)
+    if isinstance(found, IncompatibleMethod):
+        assert "slot `" in str(found) and REMEDY.search(str(found)), str(found)
+        return
+    first, *others = abstract_types(found)
+    for other in others:
+        assert other == first
 
 
-@pytest.mark.parametrize("text", [t for t in products() if t.startswith("snapkv + kvcrush")])
-def test_at_its_limit_it_is_dense_attention(text):
-    method, d = sized(text, budget=100, many=100, residual=24), layer.data()
-    first = int("specache" in text)
-    np.testing.assert_allclose(layer.run(method, d)[..., first:, :], dense(d, None)[..., first:, :], atol=5e-6)
+def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
+    verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
+    assert len(verdicts) == 120
+    assert len([p for p, v in verdicts.items() if not v.works and not v.reason.startswith("both ")]) <= 12
+
+
+def test_the_documented_table_of_pairs_is_this_one():
+    assert composition.PAGE.read_text() == composition.page(), "run python -m tests.contract.composition"
+
+
+def filled(name: str) -> set[str]:
+    """The slots that a recipe fills by itself."""
+    own, default = parse(parts(RECIPES[name])[0][0]), Method()
+    slots = (f.name for f in dataclasses.fields(Method) if f.compare)
+    return {slot for slot in slots if getattr(own, slot) != getattr(default, slot)}
+
+
+@functools.cache
+def chosen() -> tuple[tuple[str, str], ...]:
+    """Pairs that exist, so few that each two slots that any pair fills are filled together once."""
+    ways = {
+        p: {frozenset(s) for s in itertools.product(*map(filled, p))}
+        for p in PAIRS
+        if isinstance(pair(*p), MethodLayer)
+    }
+    missing, found = set().union(*ways.values()), []
+    while missing:
+        best = max(ways, key=lambda p: len(ways[p] & missing))
+        missing -= ways[best]
+        found.append(best)
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("a", "b"), chosen())
+def test_a_row_under_two_methods_is_independent_of_neighbours_and_padding(a, b):
+    bound, text, clean, dirty = pair(a, b), together(a, b), layer.data(), layer.data(padding=1e4)
+    want = layer.run(text, clean)
+    np.testing.assert_array_equal(layer.run(text, dirty, state=layer.prefill(bound, dirty, padding=1e4)), want)
+    for row in layer.run(text, layer.rows(clean, [2] * layer.B)):
+        np.testing.assert_allclose(row, want[2], atol=1e-6)
+
+
+def assert_exact(text: str, exact_from: int) -> None:
+    d = layer.data()
+    got, want = (x[:, :, :, exact_from:] for x in (layer.run(text, d), layer.dense(d)))
+    np.testing.assert_allclose(got, want, atol=5e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), [p for p in chosen() if all(RECIPES[name].trials[0].limit for name in p)])
+def test_two_methods_at_their_limits_are_dense_attention(a, b):
+    exact_from = max(RECIPES[name].trials[0].exact_from for name in (a, b))
+    assert_exact(together(a, b, limit=True), exact_from)
+
+
+@pytest.mark.parametrize(
+    "more", itertools.product(HELD, PLACED, READ), ids=lambda parts: " + ".join(filter(None, parts))
+)
+def test_selected_represented_held_placed_and_read_at_its_limit_it_is_dense_attention(more):
+    assert_exact(" + ".join([*CRUSHED, *filter(None, more)]), int("specache" in more[2]))

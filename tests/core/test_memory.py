@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import kvjax
 from kvjax.core import memory
 from kvjax.core.types import KvjaxError
 from kvjax.testing import full_copies, toy_model
@@ -41,7 +42,7 @@ def test_packing_keeps_every_bit(host, dtype):
 @dtypes
 def test_append_writes_each_row_at_its_own_slot(host, dtype):
     x, new = values(dtype=dtype), values(3, dtype, seed=1)
-    at = jnp.array([13, 4])
+    at = jnp.array([[13], [4]])
     buf = jax.jit(memory.append)(memory.pack(x, host), new, at)
     want = np.array(x)
     for b, i in enumerate([13, 4]):
@@ -64,7 +65,7 @@ def test_rows_are_the_rows_asked_for(host, dtype):
 def loop(carry, steps: int):
     def step(c, _):
         buf, q, n = c
-        buf = memory.append(buf, q, n)
+        buf = memory.append(buf, q, n[:, None])
         idx = jnp.broadcast_to(n[:, None, None], (B, K, 1))
         return (buf, q + memory.rows(buf, idx), n + 1), None
 
@@ -92,7 +93,7 @@ def test_the_copy_detector_detects_recall_before_append():
     def wrong(c, _):  # the order that copies: this is the positive control
         buf, q, n = c
         got = memory.rows(buf, jnp.broadcast_to(n[:, None, None], (B, K, 1)))
-        return (memory.append(buf, q, n), q + got, n + 1), None
+        return (memory.append(buf, q, n[:, None]), q + got, n + 1), None
 
     carry = (memory.pack(jnp.zeros((B, K, S, W)), True), jnp.ones((B, K, 1, W)), jnp.zeros(B, jnp.int32))
     compiled = jax.jit(lambda c: lax.scan(wrong, c, length=5)[0], donate_argnums=0).lower(carry).compile()
@@ -105,7 +106,7 @@ def test_while_loops_keep_host_memory_too():
 
     def body(c):
         buf, n = c
-        return memory.append(buf, jnp.ones((B, K, 1, W)), jnp.full(B, n)), n + 1
+        return memory.append(buf, jnp.ones((B, K, 1, W)), jnp.full((B, 1), n)), n + 1
 
     out, _ = jax.jit(lambda b: lax.while_loop(lambda c: c[1] < 3, body, (b, jnp.int32(0))))(buf)
     assert out.host and float(memory.unpack(out).sum()) == 3 * B * K * W
@@ -113,25 +114,16 @@ def test_while_loops_keep_host_memory_too():
 
 @pytest.mark.parametrize("method", ["offload", "kcache:n=2,device_layers=1"])
 def test_the_compiled_decode_step_keeps_host_values_in_place(method):
-    import kvjax
-    from kvjax.run import api
-    from kvjax.run.generate import UNTIL, _start
-    from kvjax.run.sampling import Sampler
-
-    model, parsed = toy_model(), kvjax.parse(method)
-    fields = {"max_new_tokens": 4, "seed": 0, "eos_ids": (), "capacity": 640, "state": None}
-    run = _start(model, [[1, 2, 3], [4]], parsed, Sampler(), **fields)
-    host = [x for x in jax.tree.leaves(run.carry.state) if memory.is_host(x)]
+    context = kvjax.read(toy_model(), [[1, 2, 3], [4]], method, capacity=640)
+    run = context.start(max_new_tokens=4, eos_ids=(), use_up=True)
+    host = [x for x in jax.tree.leaves(run.cache) if memory.is_host(x)]
     assert len(host) == (2 * 3 if method == "offload" else 2)
-    args = {"params": model.params, "carry": run.carry, "limit": jnp.int32(4), "sampler": Sampler()}
-    compiled, _ = UNTIL.compile(**args, setting=run.setting)
     if method != "offload":  # which is there to bring everything back
-        assert full_copies(compiled.as_text(), host[0].shape) == []
+        assert full_copies(run.program(), host[0].shape) == []
     pointers = [x.unsafe_buffer_pointer() for x in host]
     run.advance(4)
-    after = [x for x in jax.tree.leaves(run.carry.state) if memory.is_host(x)]
+    after = [x for x in jax.tree.leaves(run.cache) if memory.is_host(x)]
     assert [x.unsafe_buffer_pointer() for x in after] == pointers
-    assert api.setting(model, parsed, 640) == run.setting
 
 
 def test_old_jax_on_cuda_is_refused(monkeypatch):

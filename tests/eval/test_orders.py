@@ -118,3 +118,13 @@ def test_needles_within_the_window_say_nothing():
 def test_methods_known_by_name_only_are_left_alone():
     records = [r | {"method": "my own: method"} for r in fake_run.records(["full"], ["ruler.vt"], [512], 3)]
     assert {f.verdict for f in findings(records)} == {NOT_RUN}
+
+
+def test_a_method_without_a_string_takes_part_by_its_traits():
+    said = {"evicts": True, "exact": False, "constant": False, "host": False, "after_prompt": True}
+    records = list(fake_run.records(["full", "snapkv:budget=256"], ["turns.recall"], [512], 40))
+    own = [r | {"method": "my own"} | {"traits": said} for r in records if r["method"] != "full"]
+    found = findings([*records, *own])
+    assert verdict(found, "Eviction loses", "my own beside full", "score") == SHOWN
+    offloads = [r | {"traits": said | {"evicts": False, "host": True}} for r in own]
+    assert verdict(findings([*records, *offloads]), "Offloading", "my own beside full", "score") == NOT_SHOWN

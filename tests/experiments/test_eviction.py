@@ -25,8 +25,8 @@ from experiments.papers import (
     streaming,
 )
 from kvjax import KvjaxError
+from kvjax.methods.strings import parts_of
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.run import api
 from kvjax.testbed import tasks, vocab
 from kvjax.testbed.vocab import ASK, PAIR
 from kvjax.testing import toy_model
@@ -83,10 +83,10 @@ def test_phrases_are_found_by_reading_the_context():
 )
 def test_compressing_exact_prompts_gives_what_prefill_gives(toy, method):
     prompts = [i.context[:n] for i, n in zip(made(), (90, 71), strict=True)]
-    exact, method = eviction.Exact(toy, prompts, 10), kvjax.parse(method)
-    last, state = exact.compress(method)
-    expected, there = api.prefill(toy, prompts, method, capacity=exact.capacity)
-    np.testing.assert_allclose(last, expected, atol=1e-4)
+    compressed = eviction.Prompts(toy, prompts, 10).under(method)
+    expected, there = kvjax.prefill(toy, prompts, method, capacity=compressed.cache.capacity)
+    np.testing.assert_allclose(compressed.last, expected, atol=1e-4)
+    state = compressed.cache
     for a, b in zip(kvjax.kept_positions(state), kvjax.kept_positions(there), strict=True):
         for x, y in zip((h for row in a for h in row), (h for row in b for h in row), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -94,16 +94,8 @@ def test_compressing_exact_prompts_gives_what_prefill_gives(toy, method):
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(there), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
     following = [[5, 6, 7], [8, 9, 10]]
-    a, b = (api.extend(toy, following, s, m)[0] for s, m in ((state, eviction.decoding(method)), (there, method)))
+    a, b = (kvjax.extend(toy, following, cache)[0] for cache in (state, there))
     np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-def test_layers_share_a_program_only_where_they_keep_alike(toy):
-    plan = lambda m: kvjax.parse(m).plan(toy.config)  # noqa: E731
-    for method, numbers in (("snapkv:budget=40", [0, 0]), ("pyramidkv:budget=40", [0, 1])):
-        assert [m.select.layer for m in eviction.shared(plan(method), [90, 92])] == numbers
-    for method in ("full", "h2o"):
-        assert eviction.shared(plan(method), [90]) == plan(method)
 
 
 def dense(model, context, *more) -> np.ndarray:
@@ -138,10 +130,10 @@ def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
 def test_only_tokens_of_answers_are_guessed():
     """For the row asked without warning, and for the one whose first answer stands before the question."""
     asked = types.SimpleNamespace(instances=made(1))
-    fed = eviction.Asked._fed(asked, 1, 1)
+    rows = eviction.Asked._rows(asked, 1, 1)
     first, second = asked.instances[0].questions[:2]
-    assert fed == [[*second.prompt, *second.answer[:2]], [*first.answer, *second.prompt, *second.answer[:2]]]
-    assert eviction.Asked._decoded(asked, fed, 1) == [[False] * 2 + [True] * 2, [True] * 3 + [False] * 2 + [True] * 2]
+    assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
+    assert eviction.Asked._decoded(asked, rows, 1) == [[False] * 2 + [True] * 3, [True] * 3 + [False] * 2 + [True] * 3]
 
 
 def test_text_is_continued_token_by_token(toy):
@@ -247,14 +239,17 @@ def test_pages_are_the_papers():
 
 def test_spending_of_the_baselines_is_the_benchmarks():
     """longctx_bench at a quarter of 7,500 tokens."""
-    made = specache_table2.methods(7500, 4, 64, 128)
-    assert (made["InfLLM"].sinks, made["InfLLM"].topk) == (39, 4)
-    assert made["InfLLM"].sinks + 128 * made["InfLLM"].topk + made["InfLLM"].local == 1875
-    assert made["StreamLLM"].budget == made["H2O"].budget == 1875
+    parts = {name: parts_of(m)[0].values for name, m in specache_table2.methods(7500, 4, 64, 128).items() if m.recipe}
+    infllm, stream, h2o = parts["InfLLM"], parts["StreamLLM, prompt in full"], parts["H2O"]
+    assert (infllm["sinks"], infllm["topk"]) == (39, 4)
+    assert infllm["sinks"] + 128 * infllm["topk"] + infllm["local"] == 1875
+    assert stream["sinks"] + stream["recent"] == h2o["heavy"] + h2o["recent"] == 1875
+    streamed = specache_table2.methods(7500, 4, 64, 128)["StreamLLM"].decode
+    assert (streamed.sinks, streamed.recent) == (stream["sinks"], stream["recent"])
 
 
 def test_a_streamed_prompt_forgets_as_it_goes(toy):
-    method = specache_table2.Streamed(12, 4)
+    method = specache_table2.streamed(kvjax.zoo.streaming_llm(12, 4))
     tokens = made()[0].context[:80]
     last, state = kvjax.prefill(toy, [tokens], method, capacity=96)
     whole = kvjax.zoo.streaming_llm(12, 4)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.core.rope import rotate
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, RopeScaling
-from kvjax.core.rope import rotate
 from kvjax.models.layers import RMSNorm
 
 BASE = Config(vocab_size=8, width=8, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=8)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.models.sharding import param_shardings
 from kvjax.core.types import KvjaxError
+from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 
 SIZES = {"kv_heads": 4, "heads": 8, "vocab_size": 96}

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.scorers import Accumulated, Window, draw
+from kvjax.cache.select.represent import Units
+from kvjax.cache.select.scorers import Accumulated, Window
 from kvjax.cache.select.units import Chunk, Page, Token
+from kvjax.core.random import draw
 from kvjax.core.types import KvjaxError
 from kvjax.methods.kmeans import KMeans
-from kvjax.methods.kvcrush import KVCrush, Units, hamming, pack
+from kvjax.methods.kvcrush import KVCrush, hamming, pack
 from tests.oracles import crush as oracle
 from tests.oracles import eviction as eviction_oracle
 from tests.oracles.test_eviction import LENGTHS, W, alone, batch, both, run, tokens
@@ -122,14 +124,14 @@ CASES = [
 
 @pytest.mark.parametrize(("unit", "rest"), CASES, ids=str)
 def test_kvcrush_keeps_what_the_oracle_keeps(unit, rest):
-    out = run(*batch(), KEEP, scorer=Accumulated(), unit=unit, rest=rest, **ARGUMENTS)
+    out = run(*batch(), KEEP, scorer=Accumulated(), unit=unit, represent=rest, **ARGUMENTS)
     for b in range(len(LENGTHS)):
         assert tokens(out, b) == wanted(Accumulated(), b, rest, unit)
 
 
 def test_kvcrush_over_snapkv_for_the_whole_layer():
     scorer, rest = Window(W, 3), KVCrush(0.5, "ones")
-    out = run(*batch(queries=W), KEEP, scorer=scorer, unit=Token(), rest=rest, per="layer", **ARGUMENTS)
+    out = run(*batch(queries=W), KEEP, scorer=scorer, unit=Token(), represent=rest, per="layer", **ARGUMENTS)
     for b in range(len(LENGTHS)):
         assert tokens(out, b) == wanted(scorer, b, rest, Token(), "layer")
 
@@ -146,7 +148,7 @@ def test_a_row_has_the_same_representatives_alone(c, rest):
 
 
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
-    arguments = dict(scorer=Accumulated(), unit=Token(), rest=KVCrush(), **ARGUMENTS)
+    arguments = dict(scorer=Accumulated(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
     together = run(*batch(), KEEP, **arguments)
     for padding in (1e4, np.inf):
         np.testing.assert_array_equal(together.pos, run(*batch(padding=padding), KEEP, **arguments).pos)
@@ -154,8 +156,8 @@ def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
 
 
 def test_representatives_are_shared_and_the_count_stays():
-    plain = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), rest=KVCrush(0.0), **ARGUMENTS)
-    crushed = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), rest=KVCrush(), **ARGUMENTS)
+    plain = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), represent=KVCrush(0.0), **ARGUMENTS)
+    crushed = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
     for b, n in enumerate(LENGTHS):
         a, c = tokens(plain, b), tokens(crushed, b)
         assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2

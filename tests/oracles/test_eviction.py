@@ -9,16 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.evict import evict
-from kvjax.cache.select.scorers import Accumulated, KeyNorm, Random, Window
-from kvjax.cache.select.units import Chunk, Page, Token
+from kvjax.cache.select.budgets import Uniform
+from kvjax.cache.select.scorers import Accumulated, Window
+from kvjax.cache.select.select import Select
+from kvjax.cache.select.units import Chunk, Page, Token, gather
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block
+from kvjax.methods.keynorm import KeyNorm
+from kvjax.methods.random import Random
+from tests.contract.layer import spec
 from tests.oracles import eviction as oracle
 
 LENGTHS, S, W = (40, 3, 27, 12), 40, 6
-STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "rest", "window")
-run = jax.jit(evict, static_argnames=STATIC)
+STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "window")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
+    """The block that a selection leaves of another."""
+    select = Select(scorer, Uniform(slots), sinks, recent, unit, per)
+    return gather(block, select.choose(block, obs, keep, slots, spec(window), represent).slots)
 
 
 def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
@@ -70,7 +80,7 @@ def tokens(block: Block, b: int) -> list[list[int]]:
     return out
 
 
-CASES = [  # scorer, sliding window; tests/kv/test_scorers.py compares the scores themselves
+CASES = [  # scorer, sliding window; tests/cache/test_scorers.py compares the scores themselves
     (Window(W, 5), 9),
     (Window(W, 3, pool="max", reduce_first=True), None),
     (Accumulated("visible", decay=0.8), 9),

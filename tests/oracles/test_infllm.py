@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,12 +11,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.cache import state_bytes
-from kvjax.core.observe import Obs
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.compose import compose
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method, MethodLayer
+from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
-from kvjax.methods.infllm import InfLLM
-from kvjax.models.config import Config
-from kvjax.testing import dense_attention, full_copies
+from kvjax.methods.infllm import Blocks, infllm
+from kvjax.methods.strings import parse
+from kvjax.testing import dense_attention, full_copies, toy_model
 from tests.oracles import infllm as oracle
 from tests.oracles.online import rope
 
@@ -23,15 +28,25 @@ B, K, G, H = 3, 2, 2, 8
 LENGTHS = np.array([33, 2, 19])
 STEPS = 9
 SLOTS = 48
-CONFIG = Config(8, K * G * H, 1, K * G, K, H, 8)
 SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "chunk": 5}
 
 
-def planned(**changes) -> InfLLM:
-    return InfLLM(**{**SMALL, **changes}).plan(CONFIG)[0]
+def bound(method: Method, window: int | None = None) -> MethodLayer:
+    """The method in the only layer of a model."""
+    return method.bind(LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=window, rope=Rope(H)))
+
+
+def planned(window: int | None = None, **changes) -> MethodLayer:
+    return bound(infllm(**{**SMALL, **changes}), window)
 
 
 METHOD = planned()
+
+
+def empty(method: MethodLayer, batch: int, slots: int, dtype):
+    """A state with room for so many tokens per row, before the first."""
+    rows = jnp.zeros((batch, K, 0, H), dtype)
+    return method.prefill(Block(rows, rows, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
 
 
 def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
@@ -54,18 +69,22 @@ def cut(rows, first, count, padding: float = 0.0):
     return *out, pos
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def extend(method, state, fresh, commit, window=None):
-    return method.extend(state, *fresh, commit, window)
+def step(method, state, fresh, commit):
+    """`extend` of fresh tokens (q, k, v, positions) -> (out, state)."""
+    q, k, v, pos = fresh
+    return method.extend(state, q, Block(k, v, pos[:, None]), commit, None)[:2]
 
 
-def run(method, rows, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0, window=None):
+extend = functools.partial(jax.jit, static_argnums=(0, 3))(step)
+
+
+def run(method, rows, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
     """The prompt in one call, then single steps -> (the outputs of each row [K G S H], the last state)."""
-    state = method.empty(len(rows), SLOTS, jnp.float32)
-    out, state = extend(method, state, cut(rows, 0 * lengths, lengths, padding), int(lengths.max()), window)
+    state = empty(method, len(rows), SLOTS, jnp.float32)
+    out, state = extend(method, state, cut(rows, 0 * lengths, lengths, padding), int(lengths.max()))
     outs = [[o[:, :, :n]] for o, n in zip(np.asarray(out), lengths, strict=True)]
     for t in range(steps):
-        out, state = extend(method, state, cut(rows, lengths + t, np.ones_like(lengths)), 1, window)
+        out, state = extend(method, state, cut(rows, lengths + t, np.ones_like(lengths)), 1)
         for o, x in zip(outs, np.asarray(out), strict=True):
             o.append(x)
     return [np.concatenate(o, 2) for o in outs], state
@@ -87,14 +106,14 @@ def test_infllm_equals_the_paper(changes):
     for b, n in enumerate(LENGTHS):
         want, blocks = oracle.infllm(*rows[b], chunks(n, chunk), **args)
         np.testing.assert_allclose(out[b], want, atol=2e-5)
-        assert int(state.formed[b]) == blocks
+        assert int(state.aux.formed[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
     lengths, args = np.array([150]), {"block": 8, "sinks": 5, "local": 80, "topk": 3, "representatives": 2}
     rows = make(3, lengths, 0)
-    method = InfLLM(**args, chunk=70).plan(CONFIG)[0]
-    state = method.empty(1, 150, jnp.float32)
+    method = bound(infllm(**args, chunk=70))
+    state = empty(method, 1, 150, jnp.float32)
     out, _ = extend(method, state, cut(rows, [0], lengths), 150)
     np.testing.assert_allclose(out[0], oracle.infllm(*rows[0], [70, 70, 10], **args)[0], atol=2e-5)
 
@@ -102,7 +121,7 @@ def test_chunks_of_more_queries_than_are_attended_at_once():
 @pytest.mark.parametrize("changes, window", [({"local": 60}, None), ({}, 4)], ids=str)
 def test_c1_with_a_window_for_all_it_is_dense_attention(changes, window):
     rows = make()
-    out, _ = run(planned(**changes), rows, steps=0, window=window)
+    out, _ = run(planned(window, **changes), rows, steps=0)
     for b, S in enumerate(LENGTHS):
         v = rows[b][2][:, :S]
         q, k, _, _ = cut(rows[b : b + 1], [0], [S])
@@ -148,14 +167,14 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     rows = make()
     _, state = run(METHOD, rows, steps=0)
     fresh = jax.tree.map(lambda *x: np.stack(x), *[cut(rows, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
-    loop = lambda s, f: lax.scan(lambda s, x: METHOD.extend(s, *x, 1)[::-1], s, f)  # noqa: E731
+    loop = lambda s, f: lax.scan(lambda s, x: step(METHOD, s, x, 1)[::-1], s, f)  # noqa: E731
     compiled = jax.jit(loop, donate_argnums=0).lower(state, fresh).compile()
-    for x in (state.blocks.data, state.k.data):
+    for x in (state.k.data, state.v.data, state.aux.k.data):
         assert full_copies(compiled.as_text(), x.shape) == []
     kinds = lambda s: jax.tree.map(lambda x: (jax.typeof(x), x.sharding.memory_kind), s)  # noqa: E731
     before = kinds(state)
     after, out = compiled(state, fresh)
-    assert kinds(after) == before and before.blocks.data[1] == "pinned_host"
+    assert kinds(after) == before and before.k.data[1] == "pinned_host"
     want, _ = run(METHOD, rows)
     for b, n in enumerate(LENGTHS):
         np.testing.assert_allclose(np.asarray(out)[:, b, :, :, 0], np.moveaxis(want[b][:, :, n:], 2, 0), atol=2e-5)
@@ -164,25 +183,102 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_c6_bytes_are_the_recipes(dtype):
     size = jnp.dtype(dtype).itemsize
-    state = METHOD.empty(B, SLOTS, dtype)
+    state = empty(METHOD, B, SLOTS, dtype)
     ring, blocks = 20, (SLOTS - 3 - 6) // 4  # 6 + 4 - 1 + 2 x 5 tokens, in whole blocks of 4
-    S = 3 + ring
-    device = B * (2 * K * S * H * size + 4 * S + 4 * K * G * S + K * G * blocks * H * size + 8)
-    assert state_bytes(state) == {"device": device, "pinned_host": B * K * blocks * 4 * 2 * H * size}
-    assert METHOD.empty(B, 12, dtype).blocks is None
+    P = 3 + ring
+    recent = 2 * K * P * H * size + 4 * K * G * P + K * G * blocks * H * size
+    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens; how many, and how many blocks
+    assert state_bytes(state) == {"device": device, "pinned_host": 2 * B * K * SLOTS * H * size}
+    assert empty(METHOD, B, 12, dtype).aux.keys is None
 
 
-def test_prefill_runs_the_prompt_chunk_by_chunk():
+def left_by_a_selection(rows, kept: int):
+    """Of each row `kept` prompt tokens per head, unlike from head to head, in order, as a block."""
+    chosen = np.full((B, K, kept), -1, np.int32)
+    for b, n in enumerate(LENGTHS):
+        for head in range(K):
+            some = np.random.default_rng(head).permutation(n)[:kept]
+            chosen[b, head, : len(some)] = np.sort(some)
+    k, v = (np.full((B, K, kept, H), np.inf, np.float32) for _ in range(2))
+    for b, head, i in np.argwhere(chosen >= 0):
+        s = chosen[b, head, i]
+        k[b, head, i] = rope(rows[b][1][head, s : s + 1], [s])[0]
+        v[b, head, i] = rows[b][2][head, s]
+    return Block(*map(jnp.asarray, (k, v, chosen)))
+
+
+def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
+    rows, kept = make(), 16
+    block = left_by_a_selection(rows, kept)
+    state = METHOD.prefill(block, None, kept + STEPS)
+    np.testing.assert_array_equal(state.aux.formed, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
+    for b, head in ((0, 0), (2, 1)):
+        pos = np.asarray(block.pos[b, head, 3:7])
+        for group in range(G):
+            np.testing.assert_allclose(state.aux.keys[b, head, group, 0], rows[b][1][head, pos].mean(0), atol=1e-5)
+    out, _ = extend(METHOD, state, cut(rows, LENGTHS, [1, 1, 1]), 1)
+    for b, n in enumerate(LENGTHS):
+        for head in range(K):
+            held = np.asarray(block.pos[b, head])
+            held = [*held[held >= 0], n]
+            near, far = held[-6:], held[:-6]
+            q, k, v = rows[b]
+            for group in range(G):
+                near_q = rope(q[head, group, [n]], [n])[0]
+                far_q = rope(q[head, group, [n]], [5])[0]
+                logits = np.concatenate([rope(k[head, near], near) @ near_q, k[head, far] @ far_q])
+                want = oracle.softmax(logits / np.sqrt(H)) @ v[head, near + far]
+                np.testing.assert_allclose(out[b, head, group, 0], want, atol=2e-5)
+
+
+@pytest.mark.parametrize("selection", ["snapkv:budget=9,window=2,kernel=3", "keynorm:budget=9"])
+def test_behind_a_selection_with_a_window_for_all_it_reads_what_is_left(selection):
     rows = make()
-    q, k, v, pos = cut(rows, 0 * LENGTHS, LENGTHS, np.inf)
-    state = jax.jit(lambda q, k, v, pos: METHOD.prefill(Block(k, v, pos[:, None]), SLOTS, Obs(q, pos)))(q, k, v, pos)
-    _, want = run(METHOD, rows, steps=0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, want)
+    limit = infllm(**{**SMALL, "local": 60})
+    method, plain = (bound(compose(parse(selection), x)) for x in (limit, Method()))
+    assert method.needs.chunk == 0  # the prompt's attention is exact
+    block = left_by_a_selection(rows, 9)
+    bias = jnp.where(block.pos >= 0, (block.pos % 3).astype(jnp.float32), 0.0)
+    outs = []
+    for each in (method, plain):
+        held = dataclasses.replace(each, method=dataclasses.replace(each.method, select=None))
+        state = held.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
+        outs.append(extend(held, state, cut(rows, LENGTHS, [4, 4, 4]), 4)[0])
+    np.testing.assert_allclose(*outs, atol=2e-5)
+
+
+def test_rows_held_in_low_bits_are_fetched_from_there():
+    rows = make()
+    method = bound(compose(infllm(**SMALL), parse("kivi:bits=8,group=4,residual=4")))
+    out, _ = run(method, rows, steps=0)
+    for b, n in enumerate(LENGTHS):  # single steps
+        want, _ = oracle.infllm(
+            *(x[..., :n, :] for x in rows[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
+        )
+        np.testing.assert_allclose(out[b], want, atol=0.05)
+
+
+def test_a_whole_model_reads_its_prompt_through_it():
+    model = toy_model()
+    prompts = [[5, 6, 7, 8, 9, 3, 2, 11, 12, 13, 14], [4, 1, 2]]
+    limit, small = infllm(**{**SMALL, "local": 90}), infllm(**{**SMALL, "topk": 99, "chunk": 3})
+    want = kvjax.generate(model, prompts, "full", max_new_tokens=6).tokens
+    assert kvjax.generate(model, prompts, limit, max_new_tokens=6).tokens == want
+    out, cache = kvjax.prefill(model, prompts, small, capacity=32)
+    planned = kvjax.planned_bytes(small, model.config, 11, capacity=32, batch=2, dtype=model.dtype)
+    held = state_bytes(cache)
+    assert planned == {**held, "device": held["device"] - 4 * 2}
+    at_once, _ = kvjax.extend(model, [[1, 2, 3, 4, 5], [7, 8]], cache)
+    for row, tokens in enumerate(([1, 2, 3, 4, 5], [7, 8])):
+        one = cache
+        for t, token in enumerate(tokens):
+            logits, one = kvjax.extend(model, [[token], [token]], one)
+            np.testing.assert_allclose(logits[row, 0], at_once[row, t], atol=1e-4)
 
 
 def test_bfloat16_stays_close_to_the_paper():
     rows = [tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in row) for row in make(5)]
-    state = METHOD.empty(B, SLOTS, jnp.bfloat16)
+    state = empty(METHOD, B, SLOTS, jnp.bfloat16)
     half = lambda xs: (*(jnp.asarray(x, jnp.bfloat16) for x in xs[:3]), xs[3])  # noqa: E731
     out, state = extend(METHOD, state, half(cut(rows, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
     want, _ = oracle.infllm(
@@ -197,8 +293,8 @@ def test_bfloat16_stays_close_to_the_paper():
         (lambda: planned(chunk=7), "must not exceed local=6, got 7; use 6"),
         (lambda: planned(representatives=5), "must not exceed block=4, got 5"),
         (lambda: planned(topk=0), "topk of InfLLM must be at least 1, got 0"),
-        (lambda: InfLLM().empty(1, 9, jnp.float32), r"use plan\(config\)\[layer\]"),
-        (lambda: METHOD.extend(METHOD.empty(1, 9, jnp.float32), *cut(make()[:1], [0], [7]), 1), "got commit=1 of 7"),
+        (lambda: Blocks(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
+        (lambda: extend(METHOD, empty(METHOD, 1, 9, jnp.float32), cut(make()[:1], [0], [7]), 1), "got commit=1 of 7"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(wrong, text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.methods import zoo
+from kvjax import zoo
 from tests.contract import layer
 from tests.oracles.kcache import kcache
 

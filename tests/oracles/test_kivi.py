@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import state_bytes
+from kvjax import zoo
+from kvjax.cache.accounting import state_bytes
 from kvjax.cache.hold.groups import Kivi
 from kvjax.core.types import Block, KvjaxError
-from kvjax.methods import zoo
 from tests.contract import layer
 from tests.oracles import kivi
 
@@ -37,38 +37,28 @@ def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.floa
     return layer.Data(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
 
 
+def bound(method, window: int | None = None):
+    return layer.bound(method, window, H)
+
+
 @functools.cache
 def _prefill(method):
-    return jax.jit(lambda k, v, pos: method.prefill(Block(k, v, pos), CAPACITY))
+    return jax.jit(lambda block: bound(method).prefill(block, None, CAPACITY))
 
 
 def prefill(method, d: layer.Data, padding: float = 0.0):
     """The state after the prompts; beyond each prompt the block holds `padding`."""
-    T = int(LENGTHS.max())
-    real = np.arange(T)[None] < d.lengths[:, None]
-    k, v = (
-        jnp.where(jnp.asarray(real)[:, None, :, None], x[:, :, :T], jnp.asarray(padding, x.dtype)) for x in (d.k, d.v)
-    )
-    return _prefill(method)(k, v, jnp.asarray(np.where(real, np.arange(T)[None], -1), jnp.int32)[:, None])
+    return _prefill(method)(layer.prompt(d, padding, int(LENGTHS.max()))[1])
 
 
 @functools.cache
 def _decoder(method, window: int | None):
-    def run(state, q, k, v, pos):
-        def step(state, xs):
-            fresh = (jnp.expand_dims(x, a) for x, a in zip(xs, (3, 2, 2, 1), strict=True))
-            out, state = method.extend(state, *fresh, 1, window)
-            return state, out[:, :, :, 0]
-
-        xs = tuple(jnp.moveaxis(x, a, 0) for x, a in zip((q, k, v, pos), (3, 2, 2, 1), strict=True))
-        return jnp.moveaxis(jax.lax.scan(step, state, xs)[1], 0, 3)
-
-    return jax.jit(run)
+    return jax.jit(functools.partial(layer.stepped, bound(method, window)))
 
 
 def decode(method, d: layer.Data, padding: float = 0.0, window: int | None = None) -> np.ndarray:
     """One token at a time -> f32[B K G STEPS H]."""
-    return np.asarray(_decoder(method, window)(prefill(method, d, padding), *d.tokens(0, STEPS)))
+    return np.asarray(_decoder(method, window)(prefill(method, d, padding), layer.stack(d, STEPS))[0])
 
 
 def oracle(d: layer.Data, bits: int, group: int, one_bit="improved", window=None, residual=R) -> np.ndarray:
@@ -136,14 +126,12 @@ def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
 def test_ragged_chunks_over_several_flushes_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
     d, method, T = batch(seed=7), zoo.kivi(2, 8, R), 9
-    extend = jax.jit(lambda s, fresh: method.extend(s, *fresh, T))
+    extend = layer.extend(bound(method), T)
     state, want = prefill(method, d, padding=np.inf), oracle(d, 2, 8)
     done = np.zeros(B, np.int32)
     for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
-        q, k, v, pos = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
-        real = jnp.asarray(np.arange(T)[None] < np.array(counts)[:, None])
-        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(np.inf)) for x in (k, v))
-        out, state = extend(state, (q, k, v, jnp.where(real, pos, jnp.int32(-1))))
+        fresh = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
+        out, state = extend(state, layer.cut_short(fresh, counts))
         for b, (first, count) in enumerate(zip(done, counts, strict=True)):
             np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, first : first + count], atol=3e-6)
         done += np.array(counts, np.int32)
@@ -155,7 +143,7 @@ def test_what_padding_holds_sets_no_scale():
     for padding in (1e4, np.inf):
         np.testing.assert_array_equal(decode(method, batch(seed=8, padding=padding), padding), together)
     for b in (2, 4):  # not yet a block, and one token more than one
-        np.testing.assert_allclose(decode(method, layer.rows(clean, b))[0], together[b], atol=1e-6)
+        np.testing.assert_allclose(decode(method, layer.rows(clean, [b]))[0], together[b], atol=1e-6)
 
 
 def test_the_improved_bit_errs_less_than_the_original():
@@ -182,12 +170,12 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
 
     def run(codec, fresh):
         write = lambda s, xs: (codec.write(s, xs[0][:, :, None], xs[1]), None)  # noqa: E731
-        at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)
+        at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)[..., None]
         stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(fresh, 2, 0), at))[0]
         return codec.decode(stored), codec.rows(stored, jnp.broadcast_to(some, (B, K, len(some))))
 
     both = [Kivi(bits, 4, axis, R) for axis in ("channel", "token")]
-    got = jax.jit(lambda fresh: [run(codec, fresh) for codec in both])(d.tokens(0, STEPS)[1])
+    got = jax.jit(lambda fresh: [run(codec, fresh) for codec in both])(d.tokens(0, STEPS)[1].k)
     assert all(y.dtype == dtype for y in jax.tree.leaves(got))
     for b, n in enumerate(LENGTHS):
         k = np.asarray(d.k[b, 0])
@@ -203,7 +191,8 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
 def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
-    return state_bytes(jax.eval_shape(lambda k, p: method.prefill(Block(k, k, p), S), x, pos))
+    layer_ = layer.bound(method, head_dim=H)
+    return state_bytes(jax.eval_shape(lambda k, p: layer_.prefill(Block(k, k, p), None, S), x, pos))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])

@@ -10,25 +10,23 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.cache import state_bytes
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.method import Method
 from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
-from kvjax.methods.h2o import H2O
-from kvjax.methods.scissorhands import Scissorhands
-from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.models.config import Config
 from kvjax.core.rope import rotate
+from kvjax.core.types import Block, IncompatibleMethod, KvjaxError
 from kvjax.testing import dense_attention, full_copies
+from kvjax.zoo import h2o, scissorhands, streaming_llm
+from tests.contract.layer import bound, spec
 from tests.oracles import online as oracle
 
 B, K, G, H = 3, 2, 2, 8
 LENGTHS = np.array([9, 1, 14])
 STEPS = 12
-CONFIG = Config(8, K * G * H, 1, K * G, K, H, 8)
 
 
-def planned(method):
-    return method.plan(CONFIG)[0]
+def planned(method, window=None):
+    return bound(method, window, H)
 
 
 def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
@@ -59,7 +57,7 @@ def batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: 
 
 @functools.partial(jax.jit, static_argnums=0)
 def fill(method, q, k, v, pos):
-    return method.prefill(Block(k, v, pos[:, None]), 99, Obs(q, pos))
+    return method.prefill(Block(k, v, pos[:, None]), Obs(q, pos), method.slots(99, 0))
 
 
 def start(method, d, padding: float = 0.0):
@@ -80,25 +78,25 @@ def tokens(d, step: int, count: int = 1):
     return take(q), take(k), take(v), at
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def extend(method, state, q, k, v, q_pos, commit, window=None):
-    return method.extend(state, q, k, v, q_pos, commit, window)
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def extend(method, state, q, k, v, q_pos, commit):
+    return method.extend(state, q, Block(k, v, q_pos[:, None]), commit, None)[:2]
 
 
-def run(method, d, steps: int = STEPS, state=None, window=None):
+def run(method, d, steps: int = STEPS, state=None):
     """Single steps -> (f32[B K G steps H], the last state)."""
     state = start(method, d) if state is None else state
     outs = []
     for t in range(steps):
-        out, state = extend(method, state, *tokens(d, t), 1, window)
+        out, state = extend(method, state, *tokens(d, t), 1)
         outs.append(out)
     return np.concatenate(outs, 3), state
 
 
 METHODS = {
-    "streaming": planned(StreamingLLM(recent=5, sinks=2)),
-    "h2o": planned(H2O(heavy=3, recent=4)),
-    "scissorhands": planned(Scissorhands(budget=8, history=4, recent=2, drop=0.4)),
+    "streaming": planned(streaming_llm(recent=5, sinks=2)),
+    "h2o": planned(h2o(heavy=3, recent=4)),
+    "scissorhands": planned(scissorhands(budget=8, history=4, recent=2, drop=0.4)),
 }
 every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
@@ -108,7 +106,7 @@ every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 )
 def test_streaming_equals_the_paper(sinks, recent, reindex):
     rows = make(sinks)
-    out, _ = run(planned(StreamingLLM(recent=recent, sinks=sinks, reindex=reindex)), batch(rows))
+    out, _ = run(planned(streaming_llm(recent, sinks, reindex)), batch(rows))
     for b, (q, k, v) in enumerate(rows):
         for h in range(K):
             want = oracle.streaming(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
@@ -117,7 +115,7 @@ def test_streaming_equals_the_paper(sinks, recent, reindex):
 
 def test_reindexing_changes_what_a_long_text_sees():
     d = batch(make())
-    a, b = (run(planned(StreamingLLM(recent=5, sinks=2, reindex=r)), d)[0] for r in (True, False))
+    a, b = (run(planned(streaming_llm(recent=5, sinks=2, reindex=r)), d)[0] for r in (True, False))
     assert np.abs(a - b).max() > 0.01
 
 
@@ -125,16 +123,16 @@ def test_streaming_runs_on_in_constant_memory():
     n, lengths = 2500, np.array([3])
     rows = make(1, lengths, n)
     q, k, v, _ = batch(rows, lengths, turn=False)
-    angles = CONFIG.rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
+    angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
     angles = [a.reshape(n + 3, -1) for a in angles]
     turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
     d = (*map(np.asarray, turned), v, lengths)
-    method = planned(StreamingLLM(recent=6, sinks=2))
+    method = planned(streaming_llm(recent=6, sinks=2))
     state = start(method, d)
 
     def step(state, xs):
         q, k, v, pos = xs
-        out, state = method.extend(state, q, k, v, pos, 1)
+        out, state, _ = method.extend(state, q, Block(k, v, pos[:, None]), 1, None)
         return state, out[:, :, :, 0]
 
     q, k, v, pos = tokens(d, 0, n)
@@ -151,7 +149,7 @@ def test_streaming_runs_on_in_constant_memory():
 def test_streaming_in_bfloat16_loses_one_rounding_per_key():
     rows = make(3, dtype=jnp.bfloat16)
     d = batch(rows, dtype=jnp.bfloat16)
-    method = planned(StreamingLLM(recent=5, sinks=2))
+    method = planned(streaming_llm(recent=5, sinks=2))
     out, state = run(method, d)
     assert state.k.dtype == "bfloat16"
     for b, (q, k, v) in enumerate(rows):
@@ -164,7 +162,8 @@ def test_a_decode_loop_copies_no_buffer(method):
     d = batch(make())
     state = start(method, d)
     fresh = jax.tree.map(lambda *x: jnp.stack(x), *[tokens(d, t) for t in range(4)])
-    loop = jax.jit(lambda s, f: lax.scan(lambda s, x: method.extend(s, *x, 1)[::-1], s, f), donate_argnums=0)
+    one = functools.partial(extend.__wrapped__, method)
+    loop = jax.jit(lambda s, f: lax.scan(lambda s, x: one(s, *x, 1)[::-1], s, f), donate_argnums=0)
     text = loop.lower(state, fresh).compile().as_text()
     assert full_copies(text, state.k.data.shape) == []
 
@@ -181,7 +180,7 @@ def test_a_decode_loop_copies_no_buffer(method):
 )
 def test_h2o_equals_the_paper(heavy, recent, more):
     rows = make(heavy + recent)
-    out, state = run(planned(H2O(heavy, recent, **more)), batch(rows, turn=False))
+    out, state = run(planned(h2o(heavy, recent, **more)), batch(rows, turn=False))
     args = {**more, "layer": more.get("granularity") == "layer"}
     args.pop("granularity", None)
     for b, (q, k, v) in enumerate(rows):
@@ -192,7 +191,7 @@ def test_h2o_equals_the_paper(heavy, recent, more):
 
 def test_h2o_evicts_the_older_of_equals():
     rows = [(q, 0 * k, v) for q, k, v in make()]
-    method = planned(H2O(2, 2, decay=0.0))
+    method = planned(h2o(2, 2, decay=0.0))
     d = batch(rows, turn=False)
     assert set(np.asarray(start(method, d).pos[2, 0])) == {-1, 10, 11, 12, 13}
     _, state = run(method, d, 3)
@@ -202,7 +201,7 @@ def test_h2o_evicts_the_older_of_equals():
 @pytest.mark.parametrize("budget, history, recent, drop", [(8, 4, 2, 0.4), (6, 400, 1, 0.5), (5, 3, 5, 0.0)])
 def test_scissorhands_equals_the_paper(budget, history, recent, drop):
     rows = make(budget)
-    method = planned(Scissorhands(budget, history, recent, drop))
+    method = planned(scissorhands(budget, history, recent, drop))
     out, state = run(method, batch(rows, turn=False))
     assert (np.asarray((state.pos >= 0).sum(2)) <= budget).all()
     for b, (q, k, v) in enumerate(rows):
@@ -216,22 +215,23 @@ def test_scissorhands_needs_no_more_than_its_last_queries():
     method, d = METHODS["scissorhands"], batch(make())
     q, k, v, lengths = d
     T = int(lengths.max())
-    at = lengths[:, None] - method.queries + np.arange(method.queries)
+    at = lengths[:, None] - method.needs.queries + np.arange(method.needs.queries)
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)[:, None]
     few = np.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], 3)
     obs = Obs(few, np.maximum(at, -1).astype(np.int32))
-    state = jax.jit(lambda *x: method.prefill(Block(*x), 99, obs))(k[:, :, :T], v[:, :, :T], pos)
+    assert method.needs.queries == 4
+    state = jax.jit(lambda *x: method.prefill(Block(*x), obs, method.slots(99, 0)))(k[:, :, :T], v[:, :, :T], pos)
     np.testing.assert_array_equal(state.pos, start(method, d).pos)
-    np.testing.assert_array_equal(state.score, start(method, d).score)
+    np.testing.assert_array_equal(state.marks, start(method, d).marks)
 
 
-LIMITS = [(StreamingLLM(recent=50), None), (StreamingLLM(recent=50), 5), (H2O(20, 20), 5), (Scissorhands(60), None)]
+LIMITS = [(streaming_llm(50), None), (streaming_llm(50), 5), (h2o(20, 20), 5), (scissorhands(60), None)]
 
 
 @pytest.mark.parametrize("method, window", LIMITS, ids=str)
 def test_c1_with_room_for_all_it_is_dense_attention(method, window):
     d = batch(make())
-    out, _ = run(planned(method), d, window=window)
+    out, _ = run(planned(method, window), d)
     for b, n in enumerate(LENGTHS):
         q, k, v = (np.asarray(x[b])[..., : n + STEPS, :] for x in d[:3])
         want = dense_attention(q[:, :, n:].reshape(-1, STEPS, H), k, v, n + np.arange(STEPS), window)
@@ -295,15 +295,14 @@ def test_c3_a_chunk_may_end_at_different_tokens(method):
         np.testing.assert_allclose(more[b], want[b, :, :, count[b] : count[b] + 3], atol=3e-6)
 
 
-@every
+@pytest.mark.parametrize(("name", "slots"), [("streaming", 8), ("h2o", 8), ("scissorhands", 9)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_c4_extend_is_a_fixed_point_and_c6_bytes(method, dtype):
-    d = batch(make(), dtype=dtype)
+def test_c4_extend_is_a_fixed_point_and_c6_bytes(name, slots, dtype):
+    method, d = METHODS[name], batch(make(), dtype=dtype)
     state = jax.eval_shape(lambda: start(method, d))
-    after = jax.eval_shape(lambda s, x: method.extend(s, *x, 1), state, tokens(d, 0))[1]
+    after = jax.eval_shape(lambda s, x: extend(method, s, *x, 1), state, tokens(d, 0))[1]
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-    slots = method.budget + 1
-    scored = 8 * K if not isinstance(method, StreamingLLM) else 4  # a position and a score per head, or a position
+    scored = 4 if name == "streaming" else 8 * K  # a position, or a position and a score per head
     assert state_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
 
 
@@ -313,17 +312,21 @@ ONE = Block(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float32)
 @pytest.mark.parametrize(
     "wrong, text",
     [
-        (lambda: StreamingLLM(recent=-1), "recent of StreamingLLM must be at least 0, got -1"),
-        (lambda: H2O(3, 0), "recent of H2O must be at least 1, got 0"),
-        (lambda: H2O(3, 2, decay=1.5), "between 0 and 1, got 1.5"),
-        (lambda: H2O(3, 2, normalise="mean"), "'none' or 'visible-count', got 'mean'"),
-        (lambda: H2O(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
-        (lambda: Scissorhands(10, recent=6), "use recent=5 or less"),
-        (lambda: Scissorhands(10, drop=1.0), r"share of the budget in \[0, 1\), got 1.0"),
-        (lambda: StreamingLLM(recent=3).prefill(ONE, 9, None), r"use plan\(config\)\[layer\]"),
-        (lambda: H2O(3, 2).prefill(ONE, 9, None), "H2O needs all queries of the prompt in obs, got None"),
+        (lambda: streaming_llm(recent=-1), "recent of StreamingLLM must be at least 0, got -1"),
+        (lambda: h2o(3, 0), "recent of H2O must be at least 1, got 0"),
+        (lambda: h2o(3, 2, decay=1.5), "between 0 and 1, got 1.5"),
+        (lambda: h2o(3, 2, normalise="mean"), "'none' or 'visible-count', got 'mean'"),
+        (lambda: h2o(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
+        (lambda: scissorhands(10, recent=6), "use recent=5 or less"),
+        (lambda: scissorhands(10, drop=1.0), r"share of the budget in \[0, 1\), got 1.0"),
+        (lambda: planned(h2o(3, 2)).prefill(ONE, None, 6), "H2O needs all queries of the prompt in obs, got None"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(wrong, text):
     with pytest.raises(KvjaxError, match=text):
         wrong()
+
+
+def test_positions_in_the_cache_need_a_policy_to_count_them():
+    with pytest.raises(IncompatibleMethod, match="need a policy .slot `decode`., as `streaming_llm` has"):
+        planned(Method(positions="cache"))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import zoo
 from kvjax.core.types import Block, KvjaxError
-from kvjax.methods import zoo
 from tests.contract import layer
 from tests.oracles import specache
-from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, oracle, prefill
+from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, prefill
 
 SPECS = [(1, 8, 1, "improved", "mean"), (1, 8, 3, "original", "max"), (2, 4, 5, "improved", "mean")]
 
@@ -25,19 +25,19 @@ def later(d: layer.Data, tokens) -> layer.Data:
 
 def pair(d: layer.Data, guesses: layer.Data) -> tuple:
     """What STEPS steps take: each true token beside a guess of the next, which is never what comes."""
-    true, guessed = d.tokens(0, STEPS), guesses.tokens(1, STEPS)
-    stack = lambda i, a: jnp.stack([jnp.moveaxis(x[i], a, 0) for x in (true, guessed)], a + 1)  # noqa: E731
-    return tuple(stack(i, a) for i, a in enumerate((3, 2, 2, 1)))
+    true, guessed = layer.stack(d, STEPS), layer.stack(later(guesses, 1), STEPS)
+    q = jnp.concatenate([true[0], guessed[0]], 4)
+    return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
 
 
 @functools.cache
 def _speculate(method):
     def step(state, fresh):
-        out, state = method.extend(state, *fresh, 1)
+        out, state, _ = bound(method).extend(state, *fresh, 1, None)
         return state, out
 
     def run(state, first, fresh):
-        out, state = method.extend(state, *first, 0)
+        out, state, _ = bound(method).extend(state, *first, 0, None)
         state, outs = jax.lax.scan(step, state, fresh)
         return out, jnp.moveaxis(outs, 0, 3), state
 
@@ -99,7 +99,7 @@ def test_a_second_turn_goes_on_from_the_first():
 
 @functools.cache
 def _chunk(method):
-    return jax.jit(lambda state, fresh: method.extend(state, *fresh, fresh[0].shape[3]))
+    return layer.extend(bound(method), STEPS)
 
 
 def test_without_speculation_it_equals_the_paper():
@@ -123,10 +123,7 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     rows = {(b, h): specache_row(d, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
         now = later(d, done)
-        q, k, v, pos = now.tokens(0, STEPS)
-        real = jnp.asarray(np.arange(STEPS)[None] < np.array(part)[:, None])
-        k, v = (jnp.where(real[:, None, :, None], x, jnp.float32(np.inf)) for x in (k, v))
-        out, state = _chunk(method)(state, (q, k, v, jnp.where(real, pos, jnp.int32(-1))))
+        out, state = _chunk(method)(state, layer.cut_short(now.tokens(0, STEPS), part))
         for (b, h), (row, true) in rows.items():
             for t in range(part[b]):
                 want, _ = row.step(*true(now.lengths[b] + t))
@@ -186,7 +183,8 @@ def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     total = {True: 0, False: 0}
-    for leaf in jax.make_jaxpr(lambda k, p: method.prefill(Block(k, k, p), S))(x, pos).out_avals:
+    prefill = layer.bound(method, head_dim=wide).prefill
+    for leaf in jax.make_jaxpr(lambda k, p: prefill(Block(k, k, p), None, S))(x, pos).out_avals:
         total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
     return total
 

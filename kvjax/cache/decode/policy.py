@@ -91,6 +91,19 @@ def best(score: Array, pos: Array, count: int) -> Array:
     return jnp.where(held >= 0, order, -1)
 
 
+def without_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Array:
+    """pos i32[B K S] after the token of the lowest rank f32[B K S] has left, of equals the oldest.
+
+    may_leave bool[B K S]: the tokens among which it is. real bool[B 1 1]: rows that took a token; of these only heads
+    without an empty slot lose one.
+    """
+    rank = jnp.where(may_leave, rank, jnp.inf)
+    lowest = may_leave & (rank == rank.min(2, keepdims=True))
+    oldest = jnp.where(lowest, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
+    full = (pos >= 0).all(2, keepdims=True) & real
+    return jnp.where(full & lowest & (pos == oldest), -1, pos)
+
+
 def marks_at(marks: Array, chosen: Array, slots: int) -> Array:
     """Marks [B K T] of a prompt's tokens at chosen i32[B K n], as those of the first n of `slots` slots; else 0."""
     kept = jnp.take_along_axis(marks, jnp.maximum(chosen, 0), 2)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, KvjaxError, pytree
-
-PIECE, CHUNK = 2**21, 2048  # numbers, and slots at most, dequantised at a time: none of it goes through main memory
 
 
 @pytree
@@ -178,59 +178,27 @@ class Kivi(Codec):
 
     def scores(self, q: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
-        B, K, G, T, H = q.shape
-        S = self.room(stored.slots)
-        rows, chunk = self._piece_size(stored)
-        q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
-
-        def piece(row, start, count):
-            q = lax.dynamic_slice_in_dim(q_rows, row, rows, 0)[None]
-            return attention.scores(q, self._piece(stored, row, rows, start, count)[None])[0]
-
-        def of_rows(row):
-            step = lambda _, i: (None, piece(row, i * chunk, chunk))  # noqa: E731
-            s = jnp.moveaxis(lax.scan(step, None, jnp.arange(S // chunk, dtype=jnp.int32))[1], 0, 3)
-            s = s.reshape(rows, G, T, -1)
-            return s if S % chunk == 0 else jnp.concatenate([s, piece(row, S // chunk * chunk, S % chunk)], -1)
-
-        held = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, S)
         S = stored.slots
-        held = _resized(held, S, 4)
+        piece = functools.partial(self._piece, stored)
+        held = pieces.scores(q, self.room(S), self._piece_size(stored), piece)
         newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
         newest = jnp.tile(newest, -(-S // self.places))[..., :S]
-        return jnp.where(self._is_settled(stored, S), held, newest)
+        return jnp.where(self._is_settled(stored, S), _resized(held, S, 4), newest)
 
     def mix(self, p: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
-        B, K, G, T, _ = p.shape
-        H = stored.recent.shape[3]
-        rows, chunk = self._piece_size(stored)
-        S = self.room(stored.slots)
-        held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), S, 4).reshape(B * K, G, T, S)
-
-        def piece(row, start, count):
-            p = lax.dynamic_slice(held, (row, 0, 0, start), (rows, G, T, count))
-            return attention.mix(p[None], self._piece(stored, row, rows, start, count)[None])[0]
-
-        def of_rows(row):
-            step = lambda acc, i: (acc + piece(row, i * chunk, chunk), None)  # noqa: E731
-            zero = jnp.zeros((rows, G, T, H))
-            out = lax.scan(step, zero, jnp.arange(S // chunk, dtype=jnp.int32))[0]
-            return out if S % chunk == 0 else out + piece(row, S // chunk * chunk, S % chunk)
-
-        out = lax.map(of_rows, jnp.arange(0, B * K, rows, dtype=jnp.int32)).reshape(B, K, G, T, H)
+        held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), self.room(stored.slots), 4)
+        piece = functools.partial(self._piece, stored)
+        out = pieces.mix(held, stored.recent.shape[3], self._piece_size(stored), piece)
         slot = self._held(stored.settled)
         newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
         newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
         return out + attention.mix(newest, stored.recent.astype(jnp.float32))
 
-    def _piece_size(self, stored: Packed) -> tuple[int, int]:
-        """(rows of B * K, slots) dequantised at a time: PIECE numbers at most, where that is possible."""
+    def _piece_size(self, stored: Packed) -> pieces.Size:
+        """In whole words and whole groups."""
         B, K, _, H = stored.recent.shape
-        whole = math.lcm(self.per, self.group)
-        chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, self.room(stored.slots))
-        fits = [n for n in range(1, B * K + 1) if B * K % n == 0 and n * chunk * H <= PIECE]
-        return max(fits, default=1), chunk
+        return pieces.size_of(B * K, self.room(stored.slots), H, math.lcm(self.per, self.group))
 
     def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
         """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; finite if unsettled."""

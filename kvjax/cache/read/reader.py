@@ -85,15 +85,15 @@ def shares(p: Array, l: Array) -> Array | None:
     return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
 
 
-def by_query_blocks(attend: Callable[[Array, Array], Any], q: Array, q_pos: Array, n: int) -> Any:
-    """attend(q, q_pos), n queries at a time, so that a long chunk needs no T x S array.
+def by_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
+    """attend(q, q_pos, *more), n queries at a time, so that a long chunk needs no T x S array.
 
-    It gives arrays [B K G T ...] (a Partial, a Reading).
+    more: what belongs to the queries, [B K G T ...]. It gives arrays [B K G T ...] (a Partial, a Reading).
     """
     T = q.shape[3]
     if T <= n:
-        return attend(q, q_pos)
-    parts = lax.map(lambda xs: attend(*xs), (cut(q, 3, n), cut(q_pos, 1, n, -1)))
+        return attend(q, q_pos, *more)
+    parts = lax.map(lambda xs: attend(*xs), (cut(q, 3, n), cut(q_pos, 1, n, -1), *(cut(x, 3, n) for x in more)))
     return jax.tree.map(lambda x: joined(x, T), parts)
 
 

@@ -52,6 +52,17 @@ def by_tokens(kv: Array, block: Block) -> Scores:
     return by_heads(kv[:, :, None], kv, block)
 
 
+def in_window(obs: Obs, queries: int) -> Array:
+    """bool[B Q]: which of the queries are among a row's last so many."""
+    return (obs.pos >= 0) & (obs.pos > obs.pos.max(-1, keepdims=True) - queries)
+
+
+def before_window(block: Block, queries: int) -> Array:
+    """bool[B 1|K S]: the slots before a row's last so many tokens; rows left-aligned."""
+    real = block.pos >= 0
+    return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - queries
+
+
 @dataclasses.dataclass(frozen=True)
 class Window(Scorer):
     """Attention of a row's last `queries` prompt queries, pooled along the tokens before them (SnapKV, 2404.14469).
@@ -79,15 +90,17 @@ class Window(Scorer):
         _one_of("reduce", self.reduce, ("mean", "max"))
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        obs = self.asked(seen)
-        mine = ((obs.pos >= 0) & (obs.pos > obs.pos.max(-1, keepdims=True) - self.queries)).astype(jnp.float32)
-        raw, _ = mass(block, obs, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)
-        real = block.pos >= 0
-        before = jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - self.queries
+        raw = self.received(block, self.asked(seen), spec)
+        before = before_window(block, self.queries)
         heads = self._pooled(raw, before[:, :, None])
         reduce = jnp.mean if self.reduce == "mean" else jnp.max
         kv = self._pooled(reduce(raw, 2), before) if self.reduce_first else reduce(heads, 2)
         return by_heads(heads, kv, block)
+
+    def received(self, block: Block, obs: Obs, spec: LayerSpec) -> Array:
+        """f32[B K G S]: what each slot gets from the window's queries, before any pooling."""
+        mine = in_window(obs, self.queries).astype(jnp.float32)
+        return mass(block, obs, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)[0]
 
     def _pooled(self, x: Array, before: Array) -> Array:
         init, op = (0.0, lax.add) if self.pool == "avg" else (-np.inf, lax.max)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.budgets import Budget, Uniform, kept_by_length
 from kvjax.cache.select.represent import Represent, Units, part_of
 from kvjax.cache.select.scorers import Scorer, Scores
+from kvjax.cache.select.shares import HeadShares
 from kvjax.cache.select.units import (
     Chunk,
     Page,
@@ -34,7 +37,7 @@ from kvjax.core.types import Array, Block, KvjaxError
 class Choice(NamedTuple):
     """What a selection says of a block."""
 
-    slots: Array  # i32[B 1|K n], the slots that stay, in order, -1 in unused places
+    slots: Array  # i32[B 1|K n], the slots that stay, in order, -1 in unused places behind them
     scores: Scores
 
 
@@ -57,6 +60,10 @@ class Select:
         """Most tokens that a prompt of this length leaves."""
         return int(self._table(length, spec)[length])
 
+    def most_of(self, longest: int, spec: LayerSpec) -> int:
+        """Most tokens that any prompt of up to so many tokens leaves."""
+        return int(self._table(longest, spec).max())
+
     def most(self, spec: LayerSpec) -> int | None:
         """Most tokens that a text without end leaves; None if there is no bound."""
         most = self.budget.most(spec.index, spec.layers)
@@ -77,39 +84,57 @@ class Select:
         slots: int,
         spec: LayerSpec,
         represent: Represent | None = None,
+        share: HeadShares | None = None,
     ) -> Choice:
         """The `keep` i32[B] tokens of each row that matter most; block [B K T H], rows left-aligned.
 
         With `represent`, a share of the units that the budget has room for, rounded down, goes to representatives: one
         set for the whole layer (KVCrush's bits mix the heads), chosen from the units that no key/value head keeps as
         important. Where it finds fewer, each head's next best units take the places: a row keeps as many tokens as
-        without it.
+        without it. With `share`, `keep` and `slots` are means over all heads, and a head may take places of others.
         """
         S = block.k.shape[2]
         check(block.pos, keep, slots, self.sinks, self.recent, self.unit)
         scores = self.scorer.scores(block, seen, spec)
         part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
         by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
+        best = functools.partial(self._best, by_units, part, share)
         taken = jnp.zeros((by_units.shape[0], by_units.shape[2]), bool)
         places = 0
         if represent is not None:
             places = part_of(represent.share, max(slots - self.sinks - self.recent, 0) // self.unit.size)
         if places:
-            taken = self._representatives(block, scores.heads, by_units, part, represent, places)
+            taken = self._representatives(block, scores.heads, part, represent, places, best)
         allowed = evictable(part, by_units.shape[2]) & ~taken
-        chosen = top(by_units, allowed[:, None], part.quota - taken.sum(-1, dtype=jnp.int32)) | taken[:, None]
+        chosen = best(allowed, taken.sum(-1, dtype=jnp.int32)) | taken[:, None]
+        if share is not None:
+            slots = min(S, slots + (spec.kv_heads - 1) * max(slots - self.sinks - self.recent, 0))
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
 
+    def _best(self, by_units: Array, part: Split, share: HeadShares | None, allowed: Array, taken: Array) -> Array:
+        """bool[B K U]: each head's best of the allowed units bool[B U], in the places beside `taken` i32[B] others."""
+        count = part.quota - taken
+        if share is not None:
+            count = share.heads(by_units, allowed, count, (part.front + part.back) // self.unit.size + taken)
+        return top(by_units, allowed[:, None], count)
+
     def _representatives(
-        self, block: Block, heads: Array, by_units: Array, part: Split, represent: Represent, places: int
+        self,
+        block: Block,
+        heads: Array,
+        part: Split,
+        represent: Represent,
+        places: int,
+        best: Callable[[Array, Array], Array],
     ) -> Array:
-        """bool[B U]: the units of each row that stand for others."""
-        B, _, U = by_units.shape
+        """bool[B U]: the units of each row that stand for others; `best` is `_best` of allowed and taken units."""
+        scores = by_unit(heads, self.sinks, self.unit.size)
+        B, U = scores.shape[0], scores.shape[3]
         valid = evictable(part, U)
         count = part_of(represent.share, part.quota)
-        important = over_heads.any(top(by_units, valid[:, None], part.quota - count))[:, 0]
+        important = over_heads.any(best(valid, count))[:, 0]
         units = Units(
-            by_unit(heads, self.sinks, self.unit.size),
+            scores,
             by_unit(block.k, self.sinks, self.unit.size, 2),
             valid,
             valid & ~important,

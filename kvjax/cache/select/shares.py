@@ -1,11 +1,17 @@
-"""How a budget is divided among the layers once all of them have seen the prompt."""
+"""How a budget is divided: among the layers once all of them have seen the prompt, and among a layer's heads."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, Block, KvjaxError
 
 
 class LayerShares:
@@ -20,3 +26,79 @@ class LayerShares:
     def tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
         """Measures f32[L B] of prompts of lengths i32[B] -> the tokens that each layer keeps, i32[L B]."""
         raise NotImplementedError
+
+
+class HeadShares:
+    """How many units each key/value head of a layer keeps: a rule that stands in `Pages`, in the slot `apart`.
+
+    A rule is a frozen dataclass with the method `divide`.
+    """
+
+    def at(self, spec: LayerSpec) -> HeadShares:
+        """The rule in one layer; raises KvjaxError for a layer that it does not fit."""
+        return self
+
+    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        """Units that all heads of a layer keep, i32[B K], each row's sum K * quota.
+
+        scores f32[B K U]: of every unit. allowed bool[B U]: the units that a head may keep; no head gets more than
+        there are. quota i32[B]: units per head in the mean. beside i32[B]: what each head keeps in any case, in units.
+        """
+        raise NotImplementedError
+
+    def heads(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        """The same of the heads on this device, whose scores are given."""
+        here = scores.shape[1]
+        every = self.divide(over_heads.gather(scores), allowed, quota, beside)
+        return lax.dynamic_slice_in_dim(every, over_heads.first(here), here, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(HeadShares):
+    """Shares that are known beforehand: a weight of each key/value head, one row per layer (HeadKV, 2410.19258).
+
+    The units of a layer are divided in proportion, rounded down; what is left goes to its heads in turn. The paper also
+    moves tokens between layers: give these as a `budgets.Table`.
+    """
+
+    weights: tuple[tuple[float, ...], ...]
+
+    def at(self, spec: LayerSpec) -> Table:
+        if len(self.weights) != spec.layers or len(self.weights[spec.index]) != spec.kv_heads:
+            sizes = f"{len(self.weights)} layers of {sorted({len(row) for row in self.weights})} heads"
+            raise KvjaxError(
+                f"the table of weights has {sizes}, the model {spec.layers} layers of {spec.kv_heads} key/value heads; "
+                "give one row per layer and one weight per key/value head"
+            )
+        return Table((self.weights[spec.index],))
+
+    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        K = scores.shape[1]
+        weights, total = jnp.asarray(self.weights[0], jnp.float32)[:, None], K * quota
+        parts = jnp.floor(weights / weights.sum() * total[None].astype(jnp.float32)).astype(jnp.int32)
+        return levelled(parts, total, jnp.zeros_like(quota), allowed.sum(-1, dtype=jnp.int32)).T
+
+
+def levelled(parts: Array, total: Array, least: Array, most: Array) -> Array:
+    """Parts i32[n B], all moved by the same amount until each column sums to total i32[B], as far as that can be.
+
+    Each stays within least..most i32[B], and what these cut off goes to the others. Where an amount cannot be divided,
+    the first parts take one more.
+    """
+    n = parts.shape[0]
+    total = jnp.clip(total, n * least, n * most)
+
+    def missing(parts: Array) -> Array:
+        return total - parts.sum(0, dtype=jnp.int32)
+
+    def step(parts: Array) -> Array:
+        amount = missing(parts)
+        free = jnp.where(amount > 0, parts < most[None], parts > least[None])
+        count = jnp.maximum(free.sum(0, dtype=jnp.int32), 1)
+        each, left = jnp.abs(amount) // count, jnp.abs(amount) % count
+        one_more = jnp.cumsum(free, 0, dtype=jnp.int32) <= left[None]
+        by = jnp.where(free, each[None] + one_more.astype(jnp.int32), 0)
+        return jnp.clip(parts + jnp.sign(amount)[None] * by, least[None], most[None])
+
+    start = jnp.clip(parts, least[None], most[None])
+    return lax.while_loop(lambda parts: (missing(parts) != 0).any(), step, start)

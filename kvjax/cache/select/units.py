@@ -128,13 +128,13 @@ def unit_scores(scores: Array, sinks: int, unit: Unit) -> Array:
 
 
 def top(scores: Array, allowed: Array, count: Array) -> Array:
-    """bool[B ... U]: the `count` i32[B] highest of scores f32[B ... U] that are allowed; ties to the lower index.
+    """bool[B ... U]: the `count` i32[B ...] highest of scores f32[B ... U] that are allowed; ties to the lower index.
 
     Bit by bit, first the least score that stays, then the last index among those equal to it: no sort, which is slow on
     a CPU.
     """
     key = jnp.where(allowed, _ordered(scores), jnp.uint32(0))
-    count = count.reshape(-1, *(1,) * (key.ndim - 1))
+    count = count.reshape(*count.shape, *(1,) * (key.ndim - count.ndim))
     number = lambda mask: mask.sum(-1, keepdims=True, dtype=jnp.int32)  # noqa: E731
 
     def score_bit(i, least):

@@ -15,7 +15,7 @@ from kvjax.eval.run import store
 from kvjax.eval.run.compare import compare
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import parse_many
+from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
 
 CSV = "summary.csv"
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in found.items()))
         return
-    parse_many(args.methods)  # a slip is said before a large model is loaded
+    named(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
     model = load(args.model, dtype=args.dtype)
     _warn(model, spec.lengths)

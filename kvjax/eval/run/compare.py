@@ -13,13 +13,13 @@ from kvjax.eval.run import store
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import parse_many
+from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
 
 
 def compare(
     model: Model,
-    methods: str,
+    methods: Methods,
     tasks: Sequence[str],
     spec: Spec,
     out: str | Path,
@@ -29,18 +29,19 @@ def compare(
     speed: bool = False,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Asks every method (strings separated by ";") all cases of the tasks -> one row per (method, task, length).
+    """Asks every method all cases of the tasks -> one row per (method, task, length).
 
+    methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`.
     The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in the folder `out`, where a run that was
     stopped goes on. seen: each question ends the prompt, so that a method sees it when it compresses; speed: measure it
     too. Raises KvjaxError before anything runs for a method, task or length that cannot be.
     """
-    names = list(dict.fromkeys(m.name for m in parse_many(methods)))
+    chosen = named(methods)
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec)
     about = {"seed": spec.seed, "batch": batch, "seen": seen}
-    run = store.describe(model, **about, methods=names, tasks=tasks, lengths=spec.lengths)
+    run = store.describe(model, **about, methods=list(chosen), tasks=tasks, lengths=spec.lengths)
     times = spec.lengths if speed else ()
     with store.opened(out, run) as records:
-        evaluate(model, names, cases, records, **about, speed=times, progress=progress)
+        evaluate(model, methods, cases, records, **about, speed=times, progress=progress)
     return summary.rows(store.read(out))

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from kvjax.cache.accounting import planned_bytes
-from kvjax.cache.method import Method
-from kvjax.core import memory, program
+from kvjax.cache.contract import KVMethod
+from kvjax.core import program
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
-from kvjax.methods.strings import parse
+from kvjax.methods.strings import Methods, named, parts_of
 from kvjax.models.model import Model
+from kvjax.run.planned import planned_bytes
 
 SPEED = "speed"
 MAPPINGS = 30_000  # held by a process before its compiled programs, several each, are dropped
@@ -65,7 +65,7 @@ def _cut(group: list[Case], size: int) -> Iterator[Batch]:
 
 def evaluate(
     model: Model,
-    methods: Sequence[str],
+    methods: Methods,
     cases: Sequence[Case],
     store: Store,
     *,
@@ -77,11 +77,12 @@ def evaluate(
 ) -> None:
     """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
 
-    methods: strings, recorded as they are. seen: each question ends the prompt (`harness.seen`); cases with `turns`
+    methods: values, strings, or strings separated by ";"; a string is recorded as it is, and a value under the string
+    that makes it (`kvjax.name_of`). seen: each question ends the prompt (`harness.seen`); cases with `turns`
     are conversations in any case. speed: context lengths, tokens, at which speed is measured, `batch` at a time. Raises
     KvjaxError before anything runs for a method or case that cannot run, and when a batch fails; what was done stays.
     """
-    parsed = {m: parse(m) for m in methods}
+    parsed = named(methods)
     for name, method in parsed.items():
         check_method(model, name, method, [len(c.context) for c in cases] + list(speed))
     marks = check_cases(cases, store)
@@ -115,12 +116,9 @@ def _task(unit: Batch | int) -> str:
     return SPEED if isinstance(unit, int) else unit.cases[0].task
 
 
-def check_method(model: Model, name: str, method: Method, lengths: Sequence[int]) -> None:
+def check_method(model: Model, name: str, method: KVMethod, lengths: Sequence[int]) -> None:
     """Raises KvjaxError, naming the method, if it cannot run on this model with contexts of such lengths."""
     try:
-        method.plan(model.config)
-        if method.uses_host:
-            memory.require_host_memory()
         for n in {min(lengths, default=1), max(lengths, default=1)}:
             planned_bytes(method, model.config, n, dtype=model.dtype)
     except KvjaxError as e:
@@ -165,7 +163,16 @@ def fingerprint(case: Case) -> str:
     return total.hexdigest()[:16]
 
 
-def _guarded(model, name, method, unit, seen, batch, seed, marks) -> list[dict[str, Any]]:
+def _guarded(
+    model: Model,
+    name: str,
+    method: KVMethod,
+    unit: Batch | int,
+    seen: bool,
+    batch: int,
+    seed: int,
+    marks: Mapping[tuple[str, str], str],
+) -> list[dict[str, Any]]:
     """The records of a unit of work; whatever goes wrong becomes one line that says what to do."""
     try:
         if isinstance(unit, int):
@@ -183,7 +190,7 @@ def _guarded(model, name, method, unit, seen, batch, seed, marks) -> list[dict[s
 
 
 def records(
-    model: Model, name: str, method: Method, batch: Batch, seen: bool, marks: Mapping[tuple[str, str], str]
+    model: Model, name: str, method: KVMethod, batch: Batch, seen: bool, marks: Mapping[tuple[str, str], str]
 ) -> list[dict[str, Any]]:
     """Runs a batch: one record per case."""
     rows = batch.filled
@@ -198,6 +205,7 @@ def records(
         replies, size = protocol(model, method, rows, batch.new)
         found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
     share = {kind: n // batch.rows for kind, n in size.items()}
+    traits = {} if parts_of(name) else {"traits": dataclasses.asdict(method.traits)}  # which no string tells
     return [
         {
             "method": name,
@@ -209,6 +217,7 @@ def records(
             "turns": c.turns,
             **f,
             "bytes": share,
+            **traits,
         }
         for c, f in zip(batch.cases, found, strict=True)
     ]
@@ -225,7 +234,7 @@ def _scored(case: Case, predictions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def speed_record(model: Model, name: str, method: Method, length: int, batch: int, seed: int) -> dict[str, Any]:
+def speed_record(model: Model, name: str, method: KVMethod, length: int, batch: int, seed: int) -> dict[str, Any]:
     """Measures speed at one length."""
     prefill, decode, size = harness.speed(model, method, length, batch, seed)
     return {

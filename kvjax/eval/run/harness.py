@@ -1,90 +1,85 @@
-"""Quality of a method on a model: contexts are prefilled once, then asked and scored on their state."""
+"""Quality of a method on a model: contexts are read once, then asked and scored on what the method holds of them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import State
-from kvjax.cache.method import Method
-from kvjax.core.types import Array
+from kvjax.cache.contract import KVMethod
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
 from kvjax.models.model import Model
-from kvjax.run import api
-from kvjax.run.generate import BEGIN, LOOK_AHEAD, UNTIL, generate
-from kvjax.run.prompts import pad, round_up, token_ids
-from kvjax.run.sampling import row_keys, sampler
+from kvjax.run.context import Context, read
+from kvjax.run.generate import Result, generate
+from kvjax.run.prompts import round_up
 from kvjax.testbed.tasks import Instance
 
 Rows = Sequence[np.ndarray]
 Replies = tuple[list[list[str]], dict[str, int]]
-"""[ask][row], the generated text up to the first stop; bytes of the prefilled state by memory kind, of all rows."""
+"""[ask][row], the generated text up to the first stop; bytes of the contexts' cache by memory kind, of all rows."""
 
 SPEED_TOKENS, SPEED_RUNS = 64, 3
 
 
-def answers(model: Model, method: Method, instances: Sequence[Instance]) -> tuple[list[list[bool]], State]:
-    """Whether each question of each instance is answered exactly, greedily, on the state of its context alone.
+def answers(
+    model: Model, method: str | KVMethod, instances: Sequence[Instance]
+) -> tuple[list[list[bool]], dict[str, int]]:
+    """Whether each question of each instance is answered exactly, greedily, by what is held of its context alone.
 
-    The instances form one batch and must have equally many questions. Returns also the contexts' state.
+    The instances form one batch and must have equally many questions. Returns also the bytes that the contexts take.
     """
     longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
-    contexts = [i.context for i in instances]
-    _, state = api.prefill(model, contexts, method, capacity=max(map(len, contexts)) + longest)
+    context = read(model, [i.context for i in instances], method, room=longest)
     right: list[list[bool]] = [[] for _ in instances]
     for asked in zip(*(i.questions for i in instances), strict=True):
         new = max(len(q.answer) for q in asked)
-        out = generate(model, [q.prompt for q in asked], method, max_new_tokens=new, state=state, eos_ids=())
+        out = context.ask([q.prompt for q in asked], max_new_tokens=new, eos_ids=())
         for row, q, tokens in zip(right, asked, out.tokens, strict=True):
             row.append(q.right(tokens))
-    return right, state
+    return right, context.bytes
 
 
-def continuation(model: Model, method: Method, tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Teacher-forced: tokens i32[B T], of which the first `context` are prefilled and the rest decoded.
+def continuation(
+    model: Model, method: str | KVMethod, tokens: np.ndarray, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Teacher-forced: tokens i32[B T], of which the first `context` are read and the rest decoded.
 
     Returns (log-probabilities in nats f32[B T-context], the likeliest token at each of these places).
     """
-    first, state = api.prefill(model, tokens[:, :context], method, capacity=tokens.shape[1])
-    rest, _ = api.extend(model, tokens[:, context:-1], state, method, decoded=True)
-    logits = jnp.concatenate([first[:, None], rest], 1)
-    target = jnp.asarray(tokens[:, context:], jnp.int32)
-    return np.asarray(api.log_probs(logits, target)), np.asarray(logits.argmax(-1))
+    held = read(model, tokens[:, :context], method, capacity=tokens.shape[1])
+    logp, likeliest = zip(*held.score(tokens[:, context:]), strict=True)
+    return np.stack(logp), np.stack(likeliest)
 
 
-def shared(model: Model, method: Method, cases: Sequence[Case], new: int) -> Replies:
-    """Each context is prefilled once, and every question is asked of that state as if it were the first.
+def shared(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
+    """Each context is read once, and every question is asked of it as if it were the first.
 
     The cases have equally many questions; new: the most tokens that any of them may answer.
     """
     widest = max(bucket(len(a.prompt)) for c in cases for a in c.asks)
-    _, state = _prefill(model, method, [c.context for c in cases], widest + new)
-    size, replies = state_bytes(state), []
+    context = _read(model, method, [c.context for c in cases], widest + new)
+    replies = []
     for asked in zip(*(c.asks for c in cases), strict=True):
-        logits, extended = _feed(model, method, state, [a.prompt for a in asked])
-        replies.append(_reply(model, method, logits, extended, new, asked))
-    return replies, size
+        prompts = [a.prompt for a in asked]
+        replies.append(_texts(model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
+    return replies, context.bytes
 
 
-def seen(model: Model, method: Method, cases: Sequence[Case], new: int) -> Replies:
+def seen(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
     """Each question ends a prompt of its own, and is there when the method compresses (LongBench's protocol)."""
     sizes, replies = [], []
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asked, strict=True)]
-        logits, state = _prefill(model, method, prompts, new)
-        sizes.append(state_bytes(state))
-        replies.append(_reply(model, method, logits, state, new, asked))
+        context = _read(model, method, prompts, new)
+        sizes.append(context.bytes)
+        replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
     return replies, sizes[0]
 
 
-def conversation(model: Model, method: Method, cases: Sequence[Case], new: int) -> Replies:
-    """The first question ends the prompt; each next one follows on the same state, after the answer to the last one.
+def conversation(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
+    """The first question ends the prompt; each next one follows in the same cache, after the answer to the last one.
 
     That answer is the reference, not what the model said, so that one mistake does not spoil the turns after it, and
     every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
@@ -97,39 +92,40 @@ def conversation(model: Model, method: Method, cases: Sequence[Case], new: int) 
         for answers, asked in zip(told, turns[1:], strict=True)
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
-    more = sum(bucket(max(map(len, rows))) for rows in fed)
-    logits, state = _prefill(model, method, prompts, more + new)
-    size, replies = state_bytes(state), []
+    context = _read(model, method, prompts, sum(map(_width, fed)) + new)
+    size, replies = context.bytes, []
     for i, asked in enumerate(turns):
-        # The next turn is fed first: answering uses up the state.
-        after = _feed(model, method, state, fed[i], [len(r) for r in told[i]]) if i < len(fed) else (None, None)
-        replies.append(_reply(model, method, logits, state, new, asked))
-        logits, state = after
+        following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
+        replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
+        context = following
     return replies, size
 
 
-def following(model: Model, method: Method, cases: Sequence[Case]) -> tuple[list[np.ndarray], list[np.ndarray], dict]:
-    """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], bytes of the state)."""
+def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
+    """The context with an answer, which stands for what would be decoded, and the next question behind it."""
+    decoded = [[i < len(answer) for i in range(len(row))] for row, answer in zip(rows, answers, strict=True)]
+    return context.feed(rows, decoded=decoded, width=_width(rows))
+
+
+def following(
+    model: Model, method: str | KVMethod, cases: Sequence[Case]
+) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, int]]:
+    """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], bytes of the cache)."""
     rows = [c.follows for c in cases]
     longest = max(map(len, rows))
-    logits, state = _prefill(model, method, [c.context for c in cases], bucket(longest))
-    size, out = state_bytes(state), logits[:, None]
-    if longest > 1:
-        fed = [r[:-1] if len(r) > 1 else r for r in rows]  # a row of one token feeds it to nobody
-        out = jnp.concatenate([out, _extend(model, method, state, fed, [len(r) for r in fed])[0]], 1)
-    target, lengths = pad([r.tolist() for r in rows], out.shape[1])
-    bits = -np.asarray(api.log_probs(out, jnp.asarray(target)), np.float64) / np.log(2)
-    best = np.asarray(out.argmax(-1))
-    cut = lambda x: [row[:n] for row, n in zip(x, lengths, strict=True)]  # noqa: E731
-    return cut(bits), cut(best), size
+    context = _read(model, method, [c.context for c in cases], bucket(longest))
+    logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)
+    return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
 
 
-def speed(model: Model, method: Method, length: int, batch: int, seed: int) -> tuple[float, float, dict[str, int]]:
-    """Contexts of random tokens: (prefill seconds, decoded tokens per second, bytes of the state), medians."""
+def speed(
+    model: Model, method: str | KVMethod, length: int, batch: int, seed: int
+) -> tuple[float, float, dict[str, int]]:
+    """Contexts of random tokens: (prefill seconds, decoded tokens per second, bytes of the cache), medians."""
     ids = np.random.default_rng([seed, length]).integers(0, model.config.vocab_size, (batch, length))
     runs = [generate(model, ids, method, max_new_tokens=SPEED_TOKENS, eos_ids=()) for _ in range(SPEED_RUNS)]
-    middle = lambda of: statistics.median(map(of, runs))  # noqa: E731
-    return middle(lambda r: r.prefill_seconds), middle(lambda r: r.tokens_per_second), runs[0].bytes
+    prefill, decode = ([getattr(r, name) for r in runs] for name in ("prefill_seconds", "tokens_per_second"))
+    return statistics.median(prefill), statistics.median(decode), runs[0].bytes
 
 
 def bucket(n: int) -> int:
@@ -147,47 +143,18 @@ def reference(model: Model, ask: Ask) -> np.ndarray:
     )
 
 
-def _prefill(model: Model, method: Method, rows: Rows, more: int) -> tuple[Array, State]:
-    """`api.prefill` in a padded width, with room for `more` tokens after that."""
-    ids = token_ids(model, rows)
-    longest = max(map(len, ids))
-    width = round_up(bucket(longest))
-    setting = api.setting(model, method, max(width, round_up(longest + more)), [len(r) for r in ids])
-    return api.PREFILL(params=model.params, **api.inputs(model, *pad(ids, width)), setting=setting)
+def _read(model: Model, method: str | KVMethod, rows: Rows, room: int) -> Context:
+    """`read` in a padded width, with room for so many tokens after the rows."""
+    return read(model, rows, method, room=room, width=_width(rows))
 
 
-def _extend(
-    model: Model, method: Method, state: State, rows: Rows, decoded: Sequence[int] | None = None
-) -> tuple[Array, State]:
-    """`api.extend` in a padded width; decoded: so many first tokens of each row stand for what would be decoded."""
-    ids = token_ids(model, rows)
-    args = api.inputs(model, *pad(ids, bucket(max(map(len, ids)))))
-    if method.lookahead and decoded is not None:
-        following = np.arange(1, args["tokens"].shape[1] + 1)[None]
-        args["told"] = api.place(model, following >= np.array(decoded)[:, None], "B T")
-    setting = api.setting(model, method, state.capacity)
-    return api.EXTEND(params=model.params, **args, state=state, setting=setting)
+def _width(rows: Rows) -> int:
+    """What rows are padded to."""
+    return bucket(max(map(len, rows)))
 
 
-def _feed(model: Model, method: Method, state: State, rows: Rows, decoded=None) -> tuple[Array, State]:
-    """As `_extend`, with the logits f32[B V] of each row's last token."""
-    logits, state = _extend(model, method, state, rows, decoded)
-    at = jnp.asarray([len(r) - 1 for r in rows])
-    return jnp.take_along_axis(logits, at[:, None, None], 1)[:, 0], state
-
-
-def _reply(model: Model, method: Method, logits: Array, state: State, new: int, asked: Sequence[Ask]) -> list[str]:
-    """Greedy answers of each row, from the logits f32[B V] of its last token; uses the state up."""
-    greedy, eos = sampler(), model.config.eos_ids
-    keys = row_keys(jax.random.key(0), len(asked))
-    carry = BEGIN(
-        logits=logits, state=state, keys=keys, eos=jnp.asarray(np.array(eos, np.int32)), sampler=greedy, length=new
-    )
-    args = {"params": model.params, "sampler": greedy, "setting": api.setting(model, method, state.capacity)}
-    if method.lookahead and new > 1:
-        carry = LOOK_AHEAD(carry=carry, **args)
-    out = np.asarray(UNTIL(carry=carry, limit=jnp.int32(new), **args).out)
-    return [text(model, row[row >= 0], a) for row, a in zip(out, asked, strict=True)]
+def _texts(model: Model, out: Result, asked: Sequence[Ask]) -> list[str]:
+    return [text(model, np.asarray(row), a) for row, a in zip(out.tokens, asked, strict=True)]
 
 
 def text(model: Model, tokens: np.ndarray, ask: Ask) -> str:

@@ -1,0 +1,70 @@
+"""Calls of a layer's `extend` with more tokens than it takes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerState
+from kvjax.core.types import Array, Block, KvjaxError
+
+Extend = Callable[[LayerState, Array, Block, int, Any], tuple[Array, LayerState, Any]]
+"""`Layer.extend`."""
+
+
+def singly(
+    extend: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any
+) -> tuple[Array, LayerState, Any]:
+    """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
+
+    def step(state: LayerState, xs: tuple[Array, Block, Any]):
+        q, (fresh, carry) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
+        out, state, carry = extend(state, q, fresh, 1, carry)
+        return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], carry))
+
+    steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (fresh, carry)))
+    state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
+    if commit < q.shape[3]:
+        _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
+        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
+    out, carry = outs
+    return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), carry)
+
+
+def in_pieces(
+    extend: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, size: int
+) -> tuple[Array, LayerState, Any]:
+    """So many tokens at a time; those beyond `commit` come last, in a call of their own."""
+    T, whole = q.shape[3], commit // size * size
+    if T - commit > size:
+        raise KvjaxError(
+            f"this method takes {size} tokens at a time and keeps all others of a longer call, got commit={commit} of "
+            f"{T}; bring at most {size} that are not kept"
+        )
+
+    def call(state: LayerState, tokens: tuple[Array, Block, Any], kept: int):
+        q, fresh, carry = tokens
+        out, state, carry = extend(state, jnp.moveaxis(q, 2, 3), fresh, kept, carry)
+        return state, (jnp.moveaxis(out, 3, 2), carry)
+
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x[:, :, :whole].reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], whole, *x.shape[4:])
+
+    tokens, outs = (jnp.moveaxis(q, 3, 2), fresh, carry), []  # all with T as axis 2
+    if whole:
+        state, out = lax.scan(lambda state, piece: call(state, piece, size), state, jax.tree.map(cut, tokens))
+        outs.append(jax.tree.map(joined, out))
+    for first, last, kept in ((whole, commit, commit - whole), (commit, T, 0)):
+        if first < last:
+            part = jax.tree.map(lambda x, at=slice(first, last): x[:, :, at], tokens)
+            state, out = call(state, part, kept)
+            outs.append(out)
+    out, carry = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
+    return jnp.moveaxis(out, 2, 3), state, carry

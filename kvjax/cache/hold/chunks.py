@@ -1,0 +1,133 @@
+"""Codes that are made once: for the prompt as a whole, then for each full chunk of what is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.hold import quantise as quant
+from kvjax.cache.hold.codecs import Codec
+from kvjax.core import memory
+from kvjax.core.types import Array, KvjaxError, pytree
+
+
+class Coded(NamedTuple):
+    """Tokens as codes, and what restores them."""
+
+    codes: Array  # uint32[B K T H]
+    own: Array | None  # [B K T A], what each token has for itself
+    shared: Array  # [B K 1 C], what all of them share
+
+
+@pytree
+class Chunks:
+    """Slots 0..settled-1 as codes; the others, the newest, as they came, slot i at place i modulo P."""
+
+    codes: memory.Buffer  # uint32 words [B K S W], packed along channels
+    own: memory.Buffer | None  # [B K S A]
+    shared: memory.Buffer  # [B K U C], of the prompt, then of each chunk
+    recent: Array  # [B K P H]
+    prompt: Array  # i32[B], slots of the prompt
+    settled: Array  # i32[B]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCodec(Codec):
+    """The base of codecs whose tokens share something: `quantise` and `restore` make one.
+
+    bits: 1, 2, 4 or 8. every: decoded tokens stay in full precision until so many have come; these become codes at the
+    start of the next step, and share what they share with each other only. 0: a prompt is held, and nothing after it.
+    Codes are made once, from real tokens of their own row and head. Words are padded where channels do not fill them.
+    """
+
+    bits: int = 4
+    every: int = 0
+
+    stepwise = True  # what a query sees in low bits depends on its own time
+    any_slot = False  # tokens share a scale, and none of them can leave it
+
+    def __post_init__(self):
+        if self.bits not in quant.BITS:
+            near = min(quant.BITS, key=lambda b: abs(b - self.bits))
+            raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {self.bits}; the nearest is {near}")
+        if self.every < 0:
+            raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
+
+    def quantise(self, x: Array) -> Coded:
+        """Tokens x [B K T H], all of them real, as codes."""
+        raise NotImplementedError
+
+    def restore(self, codes: Array, own: Array | None, shared: Array) -> Array:
+        """Codes uint32[B K n H], each with its own and its shared part [B K n A|C] -> [B K n H]."""
+        raise NotImplementedError
+
+    def encode(self, x: Array, pos: Array) -> Chunks:
+        B, K, S, H = x.shape
+        real = jnp.broadcast_to(pos >= 0, (B, K, S))[..., None]
+        x = jnp.where(real, x, jnp.zeros((), x.dtype))
+        # Empty slots repeat the first token: that changes no minimum and no maximum.
+        coded = self.quantise(jnp.where(real, x, x[:, :, :1]))
+        own = None if coded.own is None else memory.pack(jnp.where(real, coded.own, jnp.zeros((), x.dtype)))
+        more = S // self.every if self.every else 0
+        n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        return Chunks(
+            memory.pack(self._words(jnp.where(real, coded.codes, 0))),
+            own,
+            memory.pack(jnp.pad(coded.shared, [(0, 0), (0, 0), (0, more), (0, 0)])),
+            jnp.zeros((B, K, min(self.every, S), H), x.dtype),
+            n,
+            n,
+        )
+
+    def write(self, stored: Chunks, x: Array, at: Array) -> Chunks:
+        """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
+        if not self.every:
+            raise KvjaxError(f"{self} holds a prompt and nothing after it; use every=1 or more to hold what is decoded")
+        if self.every <= stored.codes.data.shape[2]:
+            due = at[:, 0] - stored.settled >= self.every
+            stored = lax.cond(due.any(), lambda s: self._settle(s, due), lambda s: s, stored)
+        place = at % stored.recent.shape[2]
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, place))
+
+    def _settle(self, stored: Chunks, due: Array) -> Chunks:
+        """The recent tokens of rows that are due bool[B], as codes."""
+        at = stored.settled[:, None]
+        order = (at + jnp.arange(self.every, dtype=jnp.int32)[None]) % self.every
+        coded = self.quantise(memory.take(stored.recent, order[:, None]))
+        chunk = 1 + (at - stored.prompt[:, None]) // self.every
+        return dataclasses.replace(
+            stored,
+            codes=memory.append(stored.codes, self._words(coded.codes), at, due),
+            own=None if stored.own is None else memory.append(stored.own, coded.own, at, due),
+            shared=memory.append(stored.shared, coded.shared, chunk, due),
+            settled=jnp.where(due, stored.settled + self.every, stored.settled),
+        )
+
+    def decode(self, stored: Chunks) -> Array:
+        """[B K S H] in the dtype that came in."""
+        B, K, S, _ = stored.codes.data.shape
+        slot = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
+        own = None if stored.own is None else memory.unpack(stored.own)
+        return self._rows(stored, slot, memory.unpack(stored.codes), own)
+
+    def rows(self, stored: Chunks, idx: Array) -> Array:
+        own = None if stored.own is None else memory.rows(stored.own, idx)
+        return self._rows(stored, idx, memory.rows(stored.codes, idx), own)
+
+    def _rows(self, stored: Chunks, slot: Array, words: Array, own: Array | None) -> Array:
+        """The tokens in slots i32[B K n], of which the words and their own parts are given."""
+        prompt, settled = stored.prompt[:, None, None], stored.settled[:, None, None]
+        chunk = jnp.where(slot < prompt, 0, 1 + (slot - prompt) // max(self.every, 1))
+        codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
+        held = self.restore(codes, own, memory.rows(stored.shared, chunk))
+        places = stored.recent.shape[2]
+        if not places:
+            return held
+        return jnp.where((slot < settled)[..., None], held, memory.take(stored.recent, slot % places))
+
+    def _words(self, codes: Array) -> Array:
+        fill = -codes.shape[3] % (32 // self.bits)
+        return quant.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, fill)]), self.bits, 3)

@@ -1,0 +1,166 @@
+"""Heads of unequal length: the prompt's tokens in pages, each of them owned by one head.
+
+Pages of `page` slots stand on K shelves of equally many pages. Which shelf a page stands on says nothing of its owner:
+so shelves can be divided among devices, whatever the heads' lengths, and codecs hold a shelf as they hold a head. A
+page is read by the queries of its owner, and the partials of an owner's pages are merged. A layer of K heads that keep
+n tokens in the mean has room for floor(K (n + page - 1) / page) pages: each head's last one may be all but empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.apart import Apart
+from kvjax.cache.contract import LayerState
+from kvjax.cache.read.full import Full
+from kvjax.cache.read.reader import by_query_blocks
+from kvjax.cache.select.shares import HeadShares
+from kvjax.core.attention import NEG, attend_dense
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+
+
+@pytree
+class Shelves:
+    """The pages of a layer, R = pages of a shelf * page."""
+
+    k: Any  # [B K R H], as the key codec stores it
+    v: Any  # [B K R H], as the value codec stores it
+    pos: Array  # i32[B K R], original positions, -1 empty
+    owner: Array  # i32[B K R/page], the head of each page, -1 for none
+    bias: Array | None  # f32[B K R], added to the logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages(Apart):
+    """Each head keeps as many of the prompt's tokens as `share` gives it, in pages of `page` slots.
+
+    The slots hold what is decoded, of all heads alike. Bytes are those of whole pages: K times the mean of all heads,
+    and at most two pages a head, where heads padded to the longest take K times the longest.
+    """
+
+    share: HeadShares
+    page: int = 16
+
+    def __post_init__(self):
+        if self.page < 1:
+            raise KvjaxError(f"a page has at least 1 slot, got page={self.page}; use 16")
+
+    def body(self, kept: int) -> int:
+        """None of the prompt's tokens stay in the slots."""
+        return 0
+
+    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Shelves]:
+        """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
+        most = layer.method.select.most_of(block.pos.shape[2], layer.spec)
+        kept = layer.selected(block, seen, most, self.share.at(layer.spec))
+        nothing = Block(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
+        return nothing, self._shelved(layer, kept, most)
+
+    def _shelved(self, layer: Any, kept: Block, most: int) -> Shelves:
+        """Heads with their tokens at the front, most in the mean -> the shelves of this device."""
+        K, here = layer.spec.kv_heads, kept.k.shape[1]
+        pages = -(-(K * (most + self.page - 1) // self.page) // K)  # of a shelf
+        number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
+        number = number + jnp.arange(pages, dtype=jnp.int32)[None]  # i32[K pages], over all shelves
+        length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
+        owner, slot = _places(length, number, self.page)
+        full = slot >= 0
+        at = jnp.where(full, jnp.repeat(owner, self.page, -1) * kept.pos.shape[2] + slot, 0)
+
+        def shelved(x: Array) -> Array:
+            every = over_heads.gather(x)
+            rows = every.reshape(every.shape[0], -1, *every.shape[3:])
+            index = at.reshape(*at.shape[:1], -1, *(1,) * (rows.ndim - 2))
+            return jnp.take_along_axis(rows, index, 1).reshape(*at.shape, *rows.shape[2:])
+
+        pos = jnp.where(full, shelved(kept.pos), -1)
+        k, v = layer.k.encode(shelved(kept.k), pos), layer.v.encode(shelved(kept.v), pos)
+        return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
+
+    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+        """Each page by the queries of its owner, then the pages of each head as one."""
+        store: Shelves = state.apart
+        B, here = q.shape[:2]
+        owner = store.owner.reshape(B, -1)
+
+        def paged(x: Array) -> Array:
+            return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
+
+        bias = None if store.bias is None else paged(store.bias)
+        block = Block(paged(layer.k.decode(store.k)), paged(layer.v.decode(store.v)), paged(store.pos), bias)
+
+        def attend(q: Array, q_pos: Array) -> Partial:
+            asking = jnp.take_along_axis(over_heads.gather(q), jnp.maximum(owner, 0)[:, :, None, None, None], 1)
+            part = attend_dense(asking, block, q_pos, layer.spec.window)
+            merged = _by_owner(part, owner, layer.spec.kv_heads)
+            return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
+
+        return by_query_blocks(attend, q, q_pos, 64)
+
+    def positions(self, store: Shelves) -> Array:
+        """i32[B K S], S the slots of all shelves."""
+        B, K, R = store.pos.shape
+        owner = jnp.repeat(store.owner, self.page, -1).reshape(B, 1, K * R)
+        mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
+        return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
+
+    def check(self, layer: Any) -> None:
+        """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
+        m = layer.method
+        if m.select is None:
+            raise IncompatibleMethod(
+                f"{self.share} (slot `apart`) divides what a selection keeps among the heads and has none to stand on; "
+                "compose it with one, as in 'snapkv:budget=256 + adakv'"
+            )
+        mixed = "its groups of tokens would mix those of several heads"
+        reasons = (
+            ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
+            ("shares", m.shares is not None, "pages are counted before all layers have seen the prompt"),
+            ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
+            ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
+            ("k", not m.k.any_slot, mixed),
+            ("v", not m.v.any_slot, mixed),
+        )
+        for name, cannot, reason in reasons:
+            if cannot:
+                raise IncompatibleMethod(
+                    f"slot `apart`, {self.share}, gives heads unequal lengths and cannot work with slot `{name}`, "
+                    f"{getattr(m, name)}: {reason}; leave one of them out"
+                )
+        self.share.at(layer.spec)
+
+
+def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
+    """Tokens of each head i32[B K], page numbers i32[K P] -> (their owners i32[B K P], each slot's token i32[B K R]).
+
+    Heads take pages in order, each as many as it needs; -1 for a page or a slot that is not needed.
+    """
+    need = -(-length // page)
+    end = jnp.cumsum(need, 1, dtype=jnp.int32)
+    owner = (number[None, :, :, None] >= end[:, None, None]).sum(-1, dtype=jnp.int32)
+    used = owner < length.shape[1]
+    head = jnp.where(used, owner, 0).reshape(length.shape[0], -1)
+    first, held = (jnp.take_along_axis(x, head, 1).reshape(owner.shape) for x in (end - need, length))
+    slot = (number[None] - first)[..., None] * page + jnp.arange(page, dtype=jnp.int32)[None, None, None]
+    slot = jnp.where(used[..., None] & (slot < held[..., None]), slot, -1)
+    return jnp.where(used, owner, -1), slot.reshape(*owner.shape[:2], -1)
+
+
+def _by_owner(part: Partial, owner: Array, heads: int) -> Partial:
+    """Partials of this device's pages, [B P G T ..] -> those of all heads over all pages, [B K G T ..]; log-sum-exp."""
+    mine = owner[:, :, None] == jnp.arange(heads, dtype=jnp.int32)[None, None]  # [B P K]
+    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], NEG))[:, 0]
+    top = jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1)
+    weight = jnp.exp(part.m - top)
+
+    def total(x: Array) -> Array:
+        here = jnp.einsum("bpk,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
+        return over_heads.sum(here[:, None])[:, 0]
+
+    return Partial(total(weight[..., None] * part.o), m, total(weight * part.l))

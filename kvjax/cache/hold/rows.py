@@ -1,0 +1,215 @@
+"""Rows in few bits: every token's row of a head is coded by itself as it comes, so it can go to any slot, or leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.hold import pieces
+from kvjax.cache.hold import quantise as quant
+from kvjax.cache.hold.codecs import Codec
+from kvjax.core import memory
+from kvjax.core.types import Array, KvjaxError, pytree
+
+
+class Quantiser:
+    """One row of numbers as a few short arrays. A quantiser is a frozen dataclass with `encode` and `decode`."""
+
+    def encode(self, x: Array) -> Any:
+        """x f32[... H] -> a tree of arrays [... w], each of a width of its own."""
+        raise NotImplementedError
+
+    def decode(self, coded: Any) -> Array:
+        """What `encode` gave -> f32[... H]."""
+        raise NotImplementedError
+
+    def check(self, H: int) -> None:
+        """Raises KvjaxError for a head size that it cannot code."""
+
+
+class Words(NamedTuple):
+    """A row as integer codes."""
+
+    codes: Array  # uint32[... H/per], words along the row
+    scale: Array  # uint32[... 1], a float32 scale; its lowest bits may be used for more
+
+
+@dataclasses.dataclass(frozen=True)
+class MinMax(Quantiser):
+    """From the row's least to its greatest number in equal steps, of which zero is one; vLLM's `int4_per_token_head`.
+
+    With top = 2^bits - 1: scale = max((max - min) / top, 1e-6), zero = -min / scale, code = x / scale + zero, both
+    rounded, halves away from zero, and clipped to 0..top; x' = (code - zero) * scale. A row of one sign has zero taken
+    into its range (QuaRot), where vLLM's formula would clip it. As there, `zero` lies in the lowest bits of the stored
+    scale, which is so changed by less than 2^(bits - 23) of itself: 4 bytes beside the codes.
+    """
+
+    bits: int = 4
+
+    def __post_init__(self):
+        if self.bits not in quant.BITS:
+            raise KvjaxError(f"bits must be one of {', '.join(map(str, quant.BITS))}, got {self.bits}; vLLM uses 4")
+
+    def check(self, H: int) -> None:
+        _fills_words(H, self.bits)
+
+    def encode(self, x: Array) -> Words:
+        top = float(2**self.bits - 1)
+        least, most = jnp.minimum(x.min(-1, keepdims=True), 0.0), jnp.maximum(x.max(-1, keepdims=True), 0.0)
+        scale = jnp.maximum((most - least) / top, 1e-6)
+        zero = jnp.clip(_rounded(-least / scale), 0.0, top)
+        codes = jnp.clip(_rounded(x / scale + zero), 0.0, top).astype(jnp.uint32)
+        word = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._low
+        return Words(quant.pack(codes, self.bits, -1), word | zero.astype(jnp.uint32))
+
+    def decode(self, coded: Words) -> Array:
+        zero = quant.number(coded.scale & self._low)
+        scale = lax.bitcast_convert_type(coded.scale & ~self._low, jnp.float32)
+        return (quant.number(quant.unpack(coded.codes, self.bits, -1)) - zero) * scale
+
+    @property
+    def _low(self) -> Array:
+        """The bits of the stored scale where `zero` lies."""
+        return jnp.uint32(2**self.bits - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Absmax(Quantiser):
+    """Eight bits on either side of zero: scale = max(max |x| / 127, 1e-6), code = x / scale rounded half to even.
+
+    vLLM's `int8_per_token_head`.
+    """
+
+    def check(self, H: int) -> None:
+        _fills_words(H, 8)
+
+    def encode(self, x: Array) -> Words:
+        scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / 127.0, 1e-6)
+        codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
+        return Words(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
+
+    def decode(self, coded: Words) -> Array:
+        scale = lax.bitcast_convert_type(coded.scale, jnp.float32)
+        return (quant.number(quant.unpack(coded.codes, 8, -1)) - 128.0) * scale
+
+
+@pytree
+class Coded:
+    """The rows of all slots."""
+
+    parts: Any  # what the quantiser makes of them: a tree of buffers [B K S w]
+    H: int = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})  # that the rows came in
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Codec):
+    """Each row coded by itself in float32, once, when it comes.
+
+    rotate: "", or "hadamard": rows are first multiplied by Sylvester's Hadamard matrix over the root of H, which
+    spreads a large number over the whole row (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). Rows stay as they are
+    held where attention reads them: the query is turned instead of the keys, and the mix of values is turned back.
+    """
+
+    quantiser: Quantiser = MinMax()
+    rotate: str = ""
+
+    def __post_init__(self):
+        if self.rotate not in ("", "hadamard"):
+            raise KvjaxError(f"rotate must be '' or 'hadamard', got {self.rotate!r}")
+
+    def encode(self, x: Array, pos: Array) -> Coded:
+        self._check_head_dim(x.shape[3])
+        x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
+        return Coded(jax.tree.map(memory.pack, self._coded(x)), x.shape[3], x.dtype.name)
+
+    def decode(self, stored: Coded) -> Array:
+        return self._plain(_each(memory.unpack, stored), stored.dtype)
+
+    def write(self, stored: Coded, x: Array, at: Array) -> Coded:
+        parts = _each(lambda held, new: memory.append(held, new, at), stored, self._coded(x))
+        return dataclasses.replace(stored, parts=parts)
+
+    def rows(self, stored: Coded, idx: Array) -> Array:
+        return self._plain(_each(lambda held: memory.rows(held, idx), stored), stored.dtype)
+
+    def scores(self, q: Array, stored: Coded) -> Array:
+        """A piece of heads and slots at a time, the query rotated once."""
+        rows, slots = _rows_and_slots(stored)
+        size = pieces.size_of(rows, slots, stored.H)
+        return pieces.scores(self._turned(q), slots, size, self._piece_of(stored))
+
+    def mix(self, p: Array, stored: Coded) -> Array:
+        """A piece of heads and slots at a time, the mix rotated back once."""
+        size = pieces.size_of(*_rows_and_slots(stored), stored.H)
+        return self._turned(pieces.mix(p, stored.H, size, self._piece_of(stored)))
+
+    def settled(self, n: Array) -> Array:
+        return n
+
+    def _coded(self, x: Array) -> Any:
+        """x [B K T H] -> the quantiser's arrays [B K T w]."""
+        return self.quantiser.encode(self._turned(x))
+
+    def _plain(self, coded: Any, dtype: str) -> Array:
+        """The quantiser's arrays -> the rows, as they came."""
+        return self._turned(self.quantiser.decode(coded)).astype(dtype)
+
+    def _piece_of(self, stored: Coded) -> pieces.Decode:
+        def piece(row: Array, rows: int, start: Array | int, count: int) -> Array:
+            return self.quantiser.decode(_each(lambda held: memory.piece(held, row, rows, start, count), stored))
+
+        return piece
+
+    def _turned(self, x: Array) -> Array:
+        """x [... H] rotated, float32; the rotation is its own inverse."""
+        x = x.astype(jnp.float32)
+        if not self.rotate:
+            return x
+        return jnp.einsum("...h,hj->...j", x, jnp.asarray(hadamard(x.shape[-1])), precision=lax.Precision.HIGHEST)
+
+    def _check_head_dim(self, H: int) -> None:
+        self.quantiser.check(H)
+        if self.rotate and H & (H - 1):
+            raise KvjaxError(
+                f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
+                "codes the rows as they are"
+            )
+
+
+def hadamard(H: int) -> np.ndarray:
+    """f32[H H]: Sylvester's matrix, H_1 = 1 and H_2n = [[H_n, H_n], [H_n, -H_n]], over the root of H; H = 2^n."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < H:
+        matrix = np.kron(np.array([[1, 1], [1, -1]], np.float32), matrix)
+    return matrix / np.float32(np.sqrt(H))
+
+
+def _rounded(x: Array) -> Array:
+    """To the nearest whole number, halves away from zero."""
+    return jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)
+
+
+def _each(fun: Any, stored: Coded, *others: Any) -> Any:
+    """fun of each buffer, and of the arrays in the same places of other trees."""
+    return jax.tree.map(fun, stored.parts, *others, is_leaf=lambda x: isinstance(x, memory.Buffer))
+
+
+def _rows_and_slots(stored: Coded) -> tuple[int, int]:
+    """B * K and S."""
+    B, K, S, _ = jax.tree.leaves(stored.parts)[0].shape
+    return B * K, S
+
+
+def _fills_words(H: int, bits: int) -> None:
+    per = 32 // bits
+    if H % per:
+        raise KvjaxError(
+            f"{bits}-bit codes are packed {per} to a 32-bit word, which does not divide the head size {H}; use more "
+            "bits, or `kivi`, which packs along the tokens"
+        )

@@ -1,0 +1,54 @@
+"""A-shape: in the prompt, a query reads the first tokens and those just before it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.method import Method
+from kvjax.core.types import Array
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class AShape:
+    """Sinks and a local window, as a pattern of the prompt's own attention; see `kvjax.core.attention.Pattern`."""
+
+    sinks: int
+    recent: int
+
+    def __post_init__(self):
+        at_least("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
+
+    def sees(self, s: Array, t: Array) -> Array:
+        """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""
+        return (s < self.sinks) | (s > t - self.recent)
+
+    def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+        """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
+        some = (first < self.sinks) | (last > start - self.recent)
+        beyond_sinks = jnp.maximum(first, self.sinks)
+        return some, (last < self.sinks) | (beyond_sinks > end - self.recent)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
+
+
+@recipe(
+    "A-shape heads of MInference, Jiang et al. 2024, arXiv 2407.02490, section 3; StreamingLLM's pattern, 2309.17453",
+    Trial("a_shape:sinks=1,recent=2", "a_shape:sinks=1,recent=100", _bytes),
+    formula="a prompt's query at t reads s <= t where s < sinks or s > t - recent",
+    differs="MInference gives each head one of three patterns by a search; here all heads have this one.",
+    example="a_shape:sinks=64,recent=512",
+)
+def a_shape(sinks: int = 1024, recent: int = 4096) -> Method:
+    """The prompt's own attention reads only its first tokens and a local window; decoding reads everything.
+
+    sinks, recent: tokens (MInference's baseline: 1,024 and 4,096); the window counts the query's own token. Blocks of
+    the prompt outside are skipped, so the prompt is read in time that grows with its length, not with the square.
+    """
+    return Method(attend=AShape(sinks, recent))

@@ -1,0 +1,101 @@
+"""AdaKV: a layer's budget goes to the heads whose attention is spread widest."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import jax.numpy as jnp
+
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.select.units import top
+from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(HeadShares):
+    """Each head's share of the layer's best units (Feng et al. 2024, arXiv 2407.11550).
+
+    The K * quota best units of all heads together say how many each head would get; of equals the earlier unit comes
+    first, then the lower head. rule "adakv": a share `alpha` of every head's budget is the same for all, and the rest
+    is divided by these numbers; fractions go to the heads with the greatest, so that the sum is K * quota. rule
+    "kvpress": the best floor(alpha * n) of the n tokens that a head keeps in the mean, window and sinks among them, are
+    safe, and the best of all others fill what is left. normalise: a head's scores count by how much of their sum its
+    own best `quota` units hold (the authors' code does it by default, the paper does not); scores must not be negative.
+    """
+
+    alpha: float = 0.2
+    rule: str = "adakv"
+    normalise: bool = False
+
+    def __post_init__(self):
+        if not 0 <= self.alpha <= 1:
+            raise KvjaxError(f"alpha of AdaKV must lie in [0, 1], got {self.alpha}; 1 gives all heads the same")
+        if self.rule not in ("adakv", "kvpress"):
+            raise KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
+
+    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        if self.normalise:
+            scores = scores * _held_by_best(scores, allowed, quota)
+        if self.rule == "adakv":
+            return self._mixed(_won(scores, allowed, quota), quota)
+        safe = jnp.clip(part_of(self.alpha, quota + beside) - beside, 0, quota)
+        return _won(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+
+    def _mixed(self, won: Array, quota: Array) -> Array:
+        """(1 - alpha) * won i32[B K] + alpha * quota i32[B] in whole units, by largest remainder."""
+        same = Fraction(self.alpha).limit_denominator(1000)
+        parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * won, same.denominator
+        left = won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
+        one_more = top((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
+        return parts // of + one_more.astype(jnp.int32)
+
+
+def _won(scores: Array, allowed: Array, quota: Array) -> Array:
+    """i32[B K]: how many of the K * quota best units of all heads are each head's."""
+    B, K, U = scores.shape
+    by_unit = scores.swapaxes(1, 2).reshape(B, U * K)  # heads side by side: of equal units the earlier one comes first
+    best = top(by_unit, jnp.repeat(allowed, K, -1), K * quota)
+    return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
+
+
+def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
+    """f32[B K 1]: the share of each head's scores that its `quota` best units hold."""
+    scores = jnp.where(allowed[:, None], scores, 0.0)
+    best = jnp.where(top(scores, allowed[:, None], quota), scores, 0.0)
+    return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    page, budget, decoded = 4, 6, x.left(0)
+    shelf = -(-(x.K * (budget + page - 1) // page) // x.K)  # pages
+    pages = 2 * x.rows(shelf * page) + x.positions(shelf * page, per_head=True) + x.positions(shelf, per_head=True)
+    return Bytes(2 * x.rows(decoded) + x.positions(decoded) + x.per_row() + pages)
+
+
+_SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
+
+
+@recipe(
+    "AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV",
+    Trial(_SNAPKV.format(6), _SNAPKV.format(100), _bytes),
+    Trial(_SNAPKV.format(6) + ",rule=kvpress", _SNAPKV.format(100) + ",rule=kvpress", _bytes, name="kvpress"),
+    formula="budget of head h = window + (1 - alpha) c_h + alpha b, b = budget - window, "
+    "c_h: how many of the K b best tokens of all heads are head h's",
+    differs="The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its "
+    "budget; here fractions go to the heads with the greatest, and the total is exact.",
+    example="snapkv:budget=256 + adakv",
+)
+def adakv(alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16) -> Method:
+    """Over an eviction method: a layer's budget is divided among its heads by their scores, and so are its bytes.
+
+    Use it as in 'snapkv:budget=256 + adakv'. Window and sinks stay for every head. alpha: the share of each budget that
+    all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
+    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held.
+    """
+    return Method(apart=Pages(AdaKV(alpha, rule, normalise), page))

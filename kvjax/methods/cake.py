@@ -1,0 +1,124 @@
+"""CAKE: a model's budget goes to the layers whose attention is spread wide and shifts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Window, before_window, in_window
+from kvjax.cache.select.select import selecting
+from kvjax.cache.select.shares import LayerShares, levelled
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Moments, Obs, moments
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifting(Window):
+    """`Window`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
+
+    gamma: float = 200.0
+
+    def received(self, block: Block, obs: Obs, spec: LayerSpec) -> Array:
+        sums, count = _of_window(block, obs, self.queries, spec)
+        return sums.p / count + self.gamma * _variance(sums, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(LayerShares):
+    """Budgets by dispersion^(1/tau1) * shift^(1/tau2) of each layer (Qin et al. 2025, arXiv 2503.12491).
+
+    Both are of the attention that the last `queries` queries of a prompt pay to the tokens before them, summed over all
+    heads: dispersion is -p ln p, summed over queries and tokens, and shift the unbiased variance over the queries,
+    summed over tokens. What the selection keeps in all layers together, beside sinks and recents, is divided in
+    proportion and rounded down. Whatever is more than a layer has goes to the others in equal parts, and then what
+    rounding left: one more token for the first layers. Each layer keeps at least one token beside sinks and recents.
+    Where nothing shifts in any layer, all get the same.
+    """
+
+    queries: int = 32
+    tau1: float = 1.6
+    tau2: float = 0.6
+
+    def __post_init__(self):
+        if min(self.tau1, self.tau2) <= 0:
+            raise KvjaxError(f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6")
+
+    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+        asked = layer.method.select.scorer.asked(seen)
+        sums, count = _of_window(block, asked, self.queries, layer.spec)
+        before = before_window(block, self.queries)[:, :, None]
+
+        def of_layer(x: Array) -> Array:
+            """f32[B K G S], over the tokens before the window and all heads -> f32[B]."""
+            return over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0]
+
+        dispersion = jnp.maximum(of_layer(-sums.p_log_p), 0.0)
+        return dispersion ** (1 / self.tau1) * of_layer(_variance(sums, count)) ** (1 / self.tau2)
+
+    def tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
+        select, L = layer.method.select, measures.shape[0]
+        budgets = [select.budget.most(i, L) for i in range(L)]
+        if None in budgets:
+            raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
+        always = jnp.minimum(select.sinks + select.recent, lengths)
+        total = jnp.minimum(jnp.array(budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
+        most = lengths - always
+        whole = measures.sum(0, keepdims=True)
+        share = jnp.where(whole > 0, measures / jnp.maximum(whole, 1e-30), 1 / L)
+        parts = jnp.floor(share * total[None].astype(jnp.float32)).astype(jnp.int32)
+        parts = levelled(parts, parts.sum(0, dtype=jnp.int32), jnp.zeros_like(most), most)
+        return levelled(parts, total, jnp.minimum(most, 1), most) + always[None]
+
+
+def _of_window(block: Block, obs: Obs, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
+    """(what each slot receives from the window's queries, how many these are: f32[B 1 1 1])."""
+    mine = in_window(obs, queries)
+    count = mine.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
+    return moments(block, Obs(obs.q, jnp.where(mine, obs.pos, -1)), spec.window), jnp.maximum(count, 1.0)
+
+
+def _variance(sums: Moments, count: Array) -> Array:
+    """f32[B K G S]: the unbiased variance over so many queries; 0 for a single one."""
+    apart = sums.square - sums.p * sums.p / count
+    return jnp.maximum(apart, 0.0) / jnp.maximum(count - 1, 1.0)
+
+
+@recipe(
+    "CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code",
+    Trial("cake:budget=6,window=2,kernel=3", "cake:budget=100,window=2,kernel=3", selected(6)),
+    formula="tokens of a layer = window + L (budget - window) P / sum of P over layers, "
+    "P = (-sum p ln p)^(1/tau1) (sum var p)^(1/tau2); score_s = pool(mean p_s + gamma var p_s)",
+    differs="The authors' code keeps all of a prompt of up to budget + window tokens, and compresses again at every "
+    "decoded token; here a prompt longer than the budget is cut to it once, and what is decoded stays.",
+    example="cake:budget=512",
+)
+def cake(
+    budget: int = 1024,
+    window: int = 32,
+    kernel: int = 5,
+    gamma: float = 200.0,
+    tau1: float = 1.6,
+    tau2: float = 0.6,
+    sinks: int = 0,
+    unit: str = "token",
+) -> Method:
+    """After the prompt layers share a budget by how far attention spreads and shifts; a head keeps what it shifts to.
+
+    budget: prompt tokens kept per layer and key/value head in the mean of all layers, the window included. window: the
+    last queries, which are looked at and kept. kernel: tokens over which scores are averaged. gamma: what the variance
+    counts beside the mean. tau1, tau2: the higher, the less spread and shift count. unit: as in `snapkv`.
+    """
+    scorer = Shifting(window, kernel, "avg", gamma=gamma)
+    if budget <= window + sinks:
+        raise KvjaxError(
+            f"every layer keeps its window of {window} and {sinks} sinks and at least one token more, got "
+            f"budget={budget}; use {window + sinks + 1} or more"
+        )
+    return Method(select=selecting(scorer, budget, sinks, window, unit, "head"), shares=Preference(window, tau1, tau2))

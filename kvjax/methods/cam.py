@@ -1,0 +1,105 @@
+"""CaM: the values of lost tokens are spread over the kept tokens that follow them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import arriving, lost_tokens
+from kvjax.cache.select.select import Choice
+from kvjax.core.mesh import over_heads
+from kvjax.core.random import draw
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Values of lost tokens go in equal parts into the next `window` kept ones, or nowhere, as chance has it.
+
+    The probability is the lost token's score over the mean score of those that follow, at most 1. The selection's
+    scores stand for the attention received, so they should be attention: `accumulated`, `snapkv`. Where fewer tokens
+    follow, these take the parts. Chance goes by seed, layer, head and position.
+    """
+
+    window: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise KvjaxError(f"window of CaM must be at least 1 kept token, got {self.window}; its authors use 32")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
+        held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
+        slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
+        worth = jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
+        number, worth = (_at(_ahead(x, self.window), following) for x in (held.astype(jnp.float32), worth))
+        parts = jnp.maximum(number, 1.0)
+        likely = _chance(self.seed, spec, block.pos, lost.shape) * (worth / parts) < choice.scores.kv
+        slot = jnp.where(lost & likely & (number > 0), following, n)
+        begun = arriving(block.v.astype(jnp.float32) / parts[..., None], slot, n)
+        v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
+        return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
+
+
+def _ahead(x: Array, window: int) -> Array:
+    """f32[B K n]: at each slot the sum over itself and those after it, `window` in all."""
+    return _windowed(x, window, (0, window - 1))
+
+
+def _behind(x: Array, window: int) -> Array:
+    """f32[B K n H]: at each slot the sum over itself and those before it, `window` in all."""
+    return _windowed(x, window, (window - 1, 0))
+
+
+def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
+    size, edges = [1] * x.ndim, [(0, 0)] * x.ndim
+    size[2], edges[2] = window, pad
+    return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)
+
+
+def _at(x: Array, slot: Array) -> Array:
+    """x f32[B K n] at slots i32[B K T]; 0 behind the last."""
+    n = x.shape[2]
+    return jnp.where(slot < n, jnp.take_along_axis(x, jnp.minimum(slot, n - 1), 2), 0.0)
+
+
+def _chance(seed: int, spec: LayerSpec, pos: Array, shape: tuple[int, int, int]) -> Array:
+    """f32[B K T]: uniform in [0, 1), by layer, head and position."""
+    head = over_heads.first(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
+    layer = jnp.full(shape, spec.index, jnp.int32)
+    bits = draw(seed, layer, jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)) >> 8
+    return bits.astype(jnp.float32) * np.float32(2**-24)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(6)
+    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+
+
+@recipe(
+    "CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress",
+    Trial("accumulated:budget=6,recent=2 + cam:window=2", "accumulated:budget=100,recent=2 + cam:window=2", _bytes),
+    formula="p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for "
+    "each of them",
+    differs="The authors merge one token a step while decoding, and take the mean over all recent tokens; here all "
+    "tokens that the prompt's selection loses are merged at once, each into its own window, as kvpress does for the "
+    "newest of them.",
+    example="accumulated:budget=256,recent=64 + cam",
+)
+def cam(window: int = 32, seed: int = 0) -> Method:
+    """Over a selection: the values of lost tokens are spread over the kept tokens that follow them, by chance.
+
+    Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. window: kept
+    tokens that take a part each (the authors: 32). seed: of the draws by layer, head and position. Keys stay.
+    """
+    return Method(merge=Spread(window, seed))

@@ -1,0 +1,107 @@
+"""D2O: lost tokens that resemble a kept one are merged into it, keys and values both."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import Lost, arriving, mixed, nearest
+from kvjax.cache.select.select import Choice
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+ROUNDING = 1e-6  # a cosine this little below the threshold has reached it: so that equal cosines fare alike
+
+
+@dataclasses.dataclass(frozen=True)
+class D2O:
+    """Merges a lost token into the kept one with the nearest key, if their cosine u reaches a threshold.
+
+    rule: "authors", as in the public code: the threshold is the mean of u over all heads and lost tokens of a layer;
+    the lost tokens of all heads are compared rank by rank, and those of one rank are merged in all heads or in none, by
+    the mean of their u; a merged key or value is the mean of the kept one and of u times each that arrives. "paper":
+    each head has its own threshold and decides token by token; the kept one weighs e / (e + sum of e^u), one that
+    arrives e^u / (e + sum of e^u). count: the slot's bias is the logarithm of how many tokens it stands for.
+    """
+
+    rule: str = "authors"
+    count: bool = False
+
+    def __post_init__(self):
+        if self.rule not in ("authors", "paper"):
+            raise KvjaxError(f"rule of D2O must be 'authors' or 'paper', got {self.rule!r}")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        joins = _by_rank(lost) if self.rule == "authors" else _by_token(lost)
+        slot = jnp.where(joins, lost.slot, n)
+        number = arriving(jnp.ones(slot.shape), slot, n)
+        if self.rule == "authors":
+            own, by, whole = 1.0, lost.cosine, 1.0 + number
+        else:
+            own, by = np.float32(np.e), jnp.exp(lost.cosine)
+            whole = own + arriving(by, slot, n)
+        k, v = (mixed(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
+
+
+def _by_rank(lost: Lost) -> Array:
+    """bool[B K T]: lost tokens of a rank at which the heads' mean cosine reaches the mean over all ranks and heads."""
+    T = lost.mask.shape[2]
+    rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
+    at = jnp.where(lost.mask, rank, T)
+    total, heads = (over_heads.sum(arriving(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
+    mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
+    enough = jnp.broadcast_to(total >= heads * (mean - ROUNDING), lost.mask.shape)
+    return lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
+
+
+def _by_token(lost: Lost) -> Array:
+    """bool[B K T]: lost tokens whose cosine reaches the mean over those of their head."""
+    number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)
+    return lost.mask & (lost.cosine >= mean - ROUNDING)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(6)
+    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+
+
+def _bytes_counted(x: Sizes) -> Bytes:
+    return Bytes(_bytes(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
+
+
+@recipe(
+    "D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code",
+    Trial("accumulated:budget=6,recent=2 + d2o", "accumulated:budget=100,recent=2 + d2o", _bytes),
+    Trial(
+        "accumulated:budget=6,recent=2 + d2o:rule=paper,count=true",
+        "accumulated:budget=100,recent=2 + d2o:rule=paper,count=true",
+        _bytes_counted,
+        name="as in the paper, counted",
+    ),
+    formula="u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or "
+    "(e x + sum of e^u_e x_e) / (e + sum of e^u_e) (paper)",
+    differs="The default follows the public code, whose mean shrinks what it merges; the paper's weights are "
+    "rule=paper. Merging happens once, when the prompt ends, so the moving average of thresholds has no use; budgets "
+    "are equal in all layers and no layer is spared.",
+    example="accumulated:budget=256,recent=64,sinks=4 + d2o",
+)
+def d2o(rule: str = "authors", count: bool = False) -> Method:
+    """Over a selection: lost tokens that resemble a kept one are merged into it, keys and values both.
+
+    Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. rule:
+    "authors", the public code's mean, or "paper", its exponential weights; see `D2O`. count: a slot also weighs as many
+    times as it stands for tokens (neither does; with it, equal tokens merge exactly). The threshold is the mean
+    similarity in the prompt; its moving average over decode steps does not apply, as nothing is merged while decoding.
+    D2O's budgets by layer are not part of this.
+    """
+    return Method(merge=D2O(rule, count))

@@ -1,0 +1,320 @@
+"""InfLLM: a sliding window, and blocks of the past fetched from host memory by what their best keys say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import Reader, Reading, cut, joined
+from kvjax.cache.read.retrieve import slots_of_queries
+from kvjax.cache.read.ring import Ring
+from kvjax.core import memory
+from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@pytree
+class Recent:
+    """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by.
+
+    The first P places hold the sinks, the others are a ring of the latest slots.
+    """
+
+    k: memory.Buffer  # [B K P H] after RoPE
+    v: memory.Buffer  # [B K P H]
+    mass: Array  # f32[B K G P], attention received while inside the window
+    formed: Array  # i32[B], blocks so far
+    keys: Array | None  # [B K G blocks H], the representative key of each block, without RoPE
+
+
+class Tokens(NamedTuple):
+    """Some of the tokens held, and their slots."""
+
+    block: Block  # [B K n H]; keys of far tokens are float32, without RoPE
+    slot: Array  # i32[B 1|K n], -1 where there is none
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Reader):
+    """Sinks, a window, and the `topk` most relevant blocks of the past (Xiao et al. 2024, arXiv 2402.04617, section 3).
+
+    Tokens come in chunks of at most `chunk` queries (one when decoding); a prompt too, so its attention is restricted.
+    A query reads the `local` latest tokens as they are, its own included. Everything older counts as far: the first
+    `sinks` tokens, those that have not become a block yet, and the blocks looked up for the chunk. Far keys carry no
+    RoPE and the query the angle of position local - 1, so all far tokens are equally distant. One softmax runs over
+    both parts. After a chunk, while block + local tokens or more lie behind the sinks and the blocks, the oldest
+    `block` of them become a block; it can be looked up from the next chunk on. Its key, per query head, is the mean of
+    the keys without RoPE of the `representatives` tokens with the most attention mass, gathered over the queries that
+    had them in their window. A lookup compares it with the mean query of the chunk at the far angle, summed over all
+    heads: one set per layer, or per key/value head with per_head.
+
+    Rows of all tokens lie with the method's codecs; those of a block are fetched from there. Behind a selection the
+    prompt's attention is exact, "latest" counts the tokens that are left, and since nobody has watched their mass, the
+    key of a block of the prompt is the mean over all of its tokens.
+
+    What differs from the authors' code: blocks are always fetched (no LRU cache of blocks on the device); per_head sums
+    over the query heads of a key/value head instead of giving each its own set; of equal scores the older block comes
+    first; a chunk is what one call brings (longer calls are cut every `chunk` tokens), and tokens of a call that are
+    not kept are looked up for as a chunk of their own. So a chunk of T tokens equals T single steps as long as all
+    blocks are taken, and differs as the paper's chunks do when there are more: they share one lookup.
+    """
+
+    block: int = 128
+    sinks: int = 128
+    local: int = 4096
+    topk: int = 16
+    representatives: int = 4
+    chunk: int = 512
+    per_head: bool = False
+
+    any_slot = False  # a block is made of neighbours
+
+    def __post_init__(self):
+        fields = ("block", "local", "topk", "representatives", "chunk")
+        at_least("InfLLM", sinks=(self.sinks, 0), **{name: (getattr(self, name), 1) for name in fields})
+        if self.chunk > self.local:
+            raise KvjaxError(f"chunk of InfLLM must not exceed local={self.local}, got {self.chunk}; use {self.local}")
+        if self.representatives > self.block:
+            raise KvjaxError(
+                f"representatives of InfLLM must not exceed block={self.block}, got {self.representatives}; "
+                f"use {self.block} or fewer"
+            )
+
+    def begin(self, block: Block, spec: LayerSpec) -> Recent:
+        B, K, S, _ = block.k.shape
+        ring, most = self._ring(S), max(S - self.sinks - self.local, 0) // self.block
+        n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        formed = jnp.clip((n - self.sinks - self.local) // self.block, 0, most)
+        slot = ring.slots(n, self._first(formed))
+        mass = jnp.zeros((B, K, spec.groups, ring.places), jnp.float32)
+        keys = self._mean_keys(block, formed, most, spec) if most else None
+        return Recent(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, formed, keys)
+
+    def write(self, aux: Recent, fresh: Block, at: Array, spec: LayerSpec) -> Recent:
+        B, K, G, P = aux.mass.shape
+        ring = self._ring_of(P)
+        slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
+        place = jnp.where(fresh.pos >= 0, ring.place(slot), P)  # padding is dropped
+        row, head, group = (
+            jnp.arange(n).reshape([n if a == i else 1 for a in range(4)]) for i, n in enumerate((B, K, G))
+        )
+        mass = aux.mass.at[row, head, group, place[:, :, None]].set(0.0, mode="drop")
+        k, v = ring.put(aux.k, fresh.k, place), ring.put(aux.v, fresh.v, place)
+        return dataclasses.replace(aux, k=k, v=v, mass=mass)
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        rope, n, own_slots = layer.spec.rope, state.n[:, None], slots_of_queries(state, q_pos)
+        kept = (q_pos >= 0) & (own_slots(q_pos) < n)
+        aux = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
+        far_q = rope.turn_queries(rope.bare_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
+        near = self._near(state, aux)
+        old = [(self._left(layer, near, aux.formed, q.shape[3]), None)]
+        if aux.keys is not None:
+            asking = {True: kept} if guessed is None else {True: kept, False: (q_pos >= 0) & ~kept}
+            old += [(self._recall(layer, state, aux, far_q, some), whose) for whose, some in asking.items()]
+
+        def attend(q: Array, far_q: Array, t: Array) -> tuple[Partial, Array]:
+            own = own_slots(t)
+            ours = (own < n)[:, None, None, :, None]
+
+            def weighed(tokens: Tokens, q: Array, allowed: Callable[[Array], Array]) -> tuple[Array, Partial]:
+                behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
+                seen = visible(tokens.block.pos, t, layer.spec.window) & allowed(behind)
+                p, m, l = weights(jnp.where(seen, _logits(q, tokens.block), NEG))
+                return p, Partial(mix(p, tokens.block.v), m, l)
+
+            p, part = weighed(near, q, lambda behind: behind < self.local)
+            total = part
+            for tokens, whose in old:
+                audience = True if whose is None else ours == whose
+                far = weighed(tokens, far_q, lambda behind, audience=audience: (behind >= self.local) & audience)[1]
+                total = combine(total, far)
+            share = jnp.exp(part.m - total.m) / jnp.maximum(total.l, 1e-30)
+            return total, jnp.where(ours, p * share[..., None], 0.0).sum(3)
+
+        part, mass = _by_queries(attend, q, far_q, q_pos)
+        return Reading(part, dataclasses.replace(aux, mass=aux.mass + mass), carry=carry)
+
+    def _ring(self, slots: int) -> Ring:
+        """Places for recent tokens, of a layer of so many slots: whole blocks, so that none wraps around.
+
+        The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
+        """
+        most = self.local + self.block - 1 + 2 * self.chunk
+        return Ring(self.sinks, -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block)
+
+    def _ring_of(self, places: int) -> Ring:
+        return Ring(self.sinks, places - self.sinks)
+
+    def _first(self, blocks: Array) -> Array:
+        """The slot behind so many blocks."""
+        return self.sinks + blocks * self.block
+
+    def _mean_keys(self, block: Block, formed: Array, most: int, spec: LayerSpec) -> Array:
+        """[B K G blocks H]: the mean key of each block that a prompt forms at once."""
+        B, K, _, H = block.k.shape
+        size = self.block
+
+        def add(i: Array, keys: Array) -> Array:
+            k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (block.k, block.pos))
+            mean = jnp.where((i < formed)[:, None, None], spec.rope.bare(k, pos).mean(2), 0.0)
+            return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
+
+        zeros = jnp.zeros((B, K, spec.groups, most, H), block.k.dtype)
+        return lax.fori_loop(0, formed.max(), add, zeros)
+
+    def _form(self, layer: Any, state: LayerState, n: Array) -> Recent:
+        """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
+        aux = state.aux
+        if aux.keys is None:
+            return aux
+        target = jnp.minimum((n - self.sinks - self.local) // self.block, aux.keys.shape[3])
+
+        def more(so_far: tuple[Array, Array]) -> Array:
+            return (target > so_far[0]).any()
+
+        def one(so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            formed, keys = so_far
+            due = target > formed
+            B, K, G, N, _ = keys.shape
+            key = self._representative(layer, state, formed).astype(keys.dtype)
+            column = jnp.where(due, formed, N)[:, None, None]
+            index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.arange(G)[None, None], column)
+            return formed + due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
+
+        with jax.named_scope("form"):
+            formed, keys = lax.while_loop(more, one, (aux.formed, aux.keys))
+        return dataclasses.replace(aux, formed=formed, keys=keys)
+
+    def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:
+        """f32[B K G H]: the key of the block of this number i32[B], whose tokens are still in the ring."""
+        B, K, _, P = state.aux.mass.shape
+        slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
+        place = jnp.broadcast_to(self._ring_of(P).place(slot), (B, K, self.block))
+        bare = layer.spec.rope.bare(memory.rows(state.aux.k, place), _of(state.pos, slot))
+        mass = jnp.take_along_axis(state.aux.mass, place[:, :, None], 3)
+        best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
+        return jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3)
+
+    def _near(self, state: LayerState, aux: Recent) -> Tokens:
+        """Sinks and ring, as they came."""
+        slot = self._ring_of(aux.mass.shape[3]).slots(state.n, self._first(aux.formed))
+        return _tokens(state, memory.unpack(aux.k), memory.unpack(aux.v), slot)
+
+    def _left(self, layer: Any, near: Tokens, formed: Array, fresh: int) -> Tokens:
+        """Sinks, and what is left behind the last block and may lie outside the window of one of so many queries."""
+        ring = self._ring_of(near.slot.shape[2])
+        count = min(self.block - 1 + fresh, ring.size)
+        recent = ring.place(self._first(formed)[:, None] + jnp.arange(count, dtype=jnp.int32)[None])
+        early = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
+        place = jnp.concatenate([early, recent], 1)[:, None]
+        block = near.block
+        k, v = memory.take(block.k, place), memory.take(block.v, place)
+        pos, bias = _of(block.pos, place), None if block.bias is None else _of(block.bias, place)
+        return Tokens(Block(layer.spec.rope.bare(k, pos), v, pos, bias), _of(near.slot, place))
+
+    def _recall(self, layer: Any, state: LayerState, aux: Recent, far_q: Array, asking: Array) -> Tokens:
+        """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
+        B, K, _, N, _ = aux.keys.shape
+        real = asking[:, None, None, :, None]
+        mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
+        score = jnp.einsum("bkgh,bkgnh->bkn", mean, aux.keys.astype(jnp.float32))
+        score = score if self.per_head else over_heads.sum(score)
+        number = jnp.arange(N, dtype=jnp.int32)[None, None]
+        score = jnp.where(number < aux.formed[:, None, None], score, -jnp.inf)
+        best, chosen = lax.top_k(score, min(self.topk, N))  # [B K|1 n]
+        slot = self._first(chosen)[..., None] + jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
+        slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
+        at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
+        with jax.named_scope("recall"):
+            k, v = layer.k.rows(state.k, at), layer.v.rows(state.v, at)
+        found = _tokens(state, k, v, slot)
+        bare = layer.spec.rope.bare(k, found.block.pos)
+        return found._replace(block=dataclasses.replace(found.block, k=bare).clean())
+
+
+def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
+    """Rows k, v [B K n H] of slots i32[B 1|K n], with what the state says of these."""
+    pos = jnp.where(slot >= 0, _of(state.pos, slot), -1)
+    bias = None if state.bias is None else _of(state.bias, slot)
+    return Tokens(Block(k, v, pos, bias), slot)
+
+
+def _of(x: Array, at: Array) -> Array:
+    """x [B 1|K S] at i32[B 1|K n], clipped -> [B 1|K n]."""
+    heads = max(x.shape[1], at.shape[1])
+    x, at = (jnp.broadcast_to(a, (a.shape[0], heads, a.shape[2])) for a in (x, at))
+    return jnp.take_along_axis(x, at, 2, mode="clip")
+
+
+def _logits(q: Array, block: Block) -> Array:
+    s = scores(q, block.k)
+    return s if block.bias is None else s + block.bias[:, :, None, None]
+
+
+def _by_queries(attend: Callable, q: Array, far_q: Array, t: Array, n: int = 64) -> tuple[Partial, Array]:
+    """attend(q, far_q, t) -> (part, mass), n queries at a time: memory grows with n x S. mass is summed."""
+    T = t.shape[1]
+    if T <= n:
+        return attend(q, far_q, t)
+    pieces = (cut(q, 3, n), cut(far_q, 3, n), cut(t, 1, n, -1))
+    like = jax.eval_shape(attend, *jax.tree.map(lambda x: x[0], pieces))[1]
+
+    def step(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, Partial]:
+        part, mass = attend(*piece)
+        return total + mass, part
+
+    mass, parts = lax.scan(step, jnp.zeros(like.shape, like.dtype), pieces)
+    return jax.tree.map(functools.partial(joined, T=T), parts), mass
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """Rows of all tokens on the host; on the device 1 sink, a ring of 14, their mass, and the keys of 9 blocks."""
+    places, blocks = 15, (x.S - 1 - 4) // 2
+    mass, keys = 4 * x.B * x.K * x.G * places, x.G * x.rows(blocks)
+    return Bytes(2 * x.rows(places) + mass + keys + x.positions(x.S) + 2 * x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3",
+    Trial(
+        "infllm:block=2,sinks=1,local=4,topk=9,representatives=1,chunk=4",
+        "infllm:block=2,sinks=1,local=24,topk=9,representatives=1,chunk=4",
+        _bytes,
+    ),
+    formula="key(block) = mean of the keys without RoPE of its tokens with the most attention mass; "
+    "score(block) = mean query of the chunk at the far angle times key(block), summed over heads",
+    differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device.",
+)
+def infllm(
+    block: int = 128,
+    sinks: int = 128,
+    local: int = 4096,
+    topk: int = 16,
+    representatives: int = 4,
+    chunk: int = 512,
+    per_head: bool = False,
+) -> Method:
+    """Sinks, a window, and the topk most relevant blocks of the past, whose rows live in pinned host memory.
+
+    block: tokens of a block. local: the window. representatives: tokens whose mean key stands for a block. chunk:
+    tokens processed at a time; the attention of the prompt is restricted too. per_head: a choice of blocks per
+    key/value head instead of one per layer.
+    """
+    read = Blocks(block, sinks, local, topk, representatives, chunk, per_head)
+    return Method(k=Host(Plain()), v=Host(Plain()), read=read)

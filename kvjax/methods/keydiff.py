@@ -1,0 +1,57 @@
+"""KeyDiff: the tokens whose keys point elsewhere than most."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(Scorer):
+    """Minus the cosine between a key and the mean direction of all keys held (Park et al. 2025, arXiv 2504.15364).
+
+    The mean is that of the keys at unit length, over a row's real tokens; a key of zeros points nowhere and scores 0.
+    """
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        direction = _unit(block.clean().k.astype(jnp.float32))
+        count = jnp.maximum((block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32), 1)
+        anchor = direction.sum(2, keepdims=True) / count[..., None].astype(jnp.float32)
+        return by_tokens(-(direction * _unit(anchor)).sum(-1), block)
+
+
+def _unit(x: Array) -> Array:
+    """x [B K S H] at length 1."""
+    length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+    return x / jnp.maximum(length, 1e-12)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(5)
+    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+
+
+@recipe(
+    "KeyDiff, Park et al. 2025, arXiv 2504.15364, section 3; scored once after the prompt as in kvpress",
+    Trial("keydiff:budget=5", "keydiff:budget=100", _bytes),
+    formula="score_s = -cos(k_s, mean over the row's tokens of k / |k|)",
+    differs="The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; "
+    "here, as in kvpress, the prompt is attended in full and compressed once.",
+    example="keydiff:budget=512",
+)
+def keydiff(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+    """After the prompt each head keeps the tokens whose keys differ most from the mean key; it sees no queries.
+
+    budget, unit, per as in `snapkv`. With 'keydiff + recompress:every=1' it chooses again at every step.
+    """
+    return Method(select=selecting(KeyDiff(), budget, sinks, recent, unit, per))

@@ -1,0 +1,81 @@
+"""Merging on eviction: the value of a lost token goes into that of the kept one with the nearest key."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import SMALL, arriving, mixed, nearest
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.select import Choice
+from kvjax.cache.select.units import top
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class IntoValues:
+    """Values of lost tokens go into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
+
+    threshold: the least cosine u of the keys. fraction: of each head's lost tokens, ranked by u, those that may merge.
+    """
+
+    threshold: float = 0.0
+    fraction: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.threshold <= 1:
+            raise KvjaxError(f"threshold of merging must lie in [0, 1], got {self.threshold}; kvpress uses 0")
+        if not 0 < self.fraction <= 1:
+            raise KvjaxError(f"fraction of merging must lie in (0, 1], got {self.fraction}; kvpress uses 1")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        joins = lost.mask & (lost.cosine >= self.threshold)
+        if self.fraction < 1:
+            # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
+            number = 1 + part_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
+            joins &= top(lost.cosine, lost.mask, number)
+        theirs, there = _norms(block.v), jnp.minimum(lost.slot, n - 1)
+        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + SMALL)
+        weight = jnp.maximum(lost.cosine, 0.0) * share
+        slot = jnp.where(joins, lost.slot, n)
+        v = mixed(kept.v, 1.0, block.v, weight, slot, 1.0 + arriving(weight, slot, n))
+        return dataclasses.replace(kept, v=v)
+
+
+def _norms(x: Array) -> Array:
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(6)
+    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
+
+
+@recipe(
+    "MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)",
+    Trial("keynorm:budget=6 + merging", "keynorm:budget=100 + merging", _bytes),
+    Trial(
+        "keynorm:budget=6 + merging:threshold=0.1,fraction=0.5",
+        "keynorm:budget=100 + merging:threshold=0.1,fraction=0.5",
+        _bytes,
+        name="the nearest half",
+    ),
+    formula="u_e = max cos(k_e, k_kept), w_e = max(u_e, 0) |v_e| / (|v_e| + |v|); v <- (v + sum of w_e v_e) / (1 + "
+    "sum of w_e)",
+    differs="Of lost tokens with equal cosines at the quantile of `fraction` the earlier ones merge, not all.",
+    example="snapkv:budget=256 + merging",
+)
+def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
+    """Over a selection: the value of each lost token goes into that of the kept one with the nearest key.
+
+    Use it as in 'snapkv:budget=256 + merging'. threshold: the least cosine of the two keys. fraction: of each head's
+    lost tokens, the most similar ones that may merge (kvpress: 1 for retrieval, 0.75 for extraction). Keys stay.
+    """
+    return Method(merge=IntoValues(threshold, fraction))

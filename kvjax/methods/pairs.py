@@ -1,0 +1,66 @@
+"""Which methods compose, and if not, why: decided by composing them and binding what comes out to a layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvjax.cache.compose import compose
+from kvjax.cache.contract import LayerSpec
+from kvjax.core.rope import Rope
+from kvjax.core.types import IncompatibleMethod
+from kvjax.methods.strings import parse
+
+LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=128, window=None, rope=Rope(128))
+"""A layer of ordinary size, on which methods have their default sizes."""
+
+SELECTION = "snapkv"
+"""What a method stands on that works on another one's selection."""
+
+
+class Verdict(NamedTuple):
+    """Whether two methods compose; where they do not, the reason, in a sentence."""
+
+    works: bool
+    reason: str = ""
+    over_selection: bool = False  # only together with a selection, as in 'snapkv + kvcrush'
+
+
+def verdict(a: str, b: str) -> Verdict:
+    """Of two method strings at their default sizes."""
+    try:
+        method = compose(parse(a), parse(b))
+    except IncompatibleMethod as clash:
+        return Verdict(False, _slot_clash(str(clash)))
+    try:
+        method.bind(LAYER)
+        return Verdict(True)
+    except IncompatibleMethod as alone:
+        if method.select is not None:
+            return Verdict(False, str(alone))
+        reason = str(alone)
+    try:
+        compose(parse(SELECTION), method).bind(LAYER)
+    except IncompatibleMethod:
+        return Verdict(False, reason)
+    return Verdict(True, over_selection=True)
+
+
+def _slot_clash(message: str) -> str:
+    """A clash of two values for one slot, in short."""
+    for slot, said in {
+        "select": "both choose which prompt tokens stay",
+        "represent": "both choose what stands for the lost tokens",
+        "merge": "both fold lost tokens into others",
+        "decode": "both say which token leaves while decoding",
+        "read": "both say which slots a query reads",
+        "k": "both say how keys are held",
+        "v": "both say how values are held",
+        "apart": "both hold prompt tokens apart",
+        "shares": "both divide the budget among layers",
+        "attend": "both say what the prompt's own queries read",
+        "positions": "both say how positions are counted",
+        "device_layers": "both say how many first layers stay on the device",
+    }.items():
+        if f"slot `{slot}`" in message:
+            return said
+    return message

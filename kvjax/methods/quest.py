@@ -1,0 +1,77 @@
+"""Quest: a box around the keys of each page bounds what a query can find in it; the best pages are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from kvjax.cache.method import Method
+from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.core.attention import scores
+from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+class Box(NamedTuple):
+    """The least and the greatest of each channel over the keys of a page, both [B K U H]."""
+
+    low: Array
+    high: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Boxes(Index):
+    """Boxes around pages of `size` keys (Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3).
+
+    A page's score is the greatest logit that any key inside its box could have: in each channel the query takes the
+    side of the box that its sign prefers.
+    """
+
+    size: int = 16
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
+
+    def summarise(self, keys: Array, real: Array) -> Box:
+        most = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
+        low, high = (jnp.where(real[..., None], keys, side) for side in (most, -most))
+        return Box(low.min(3), high.max(3))
+
+    def join(self, before: Box, more: Box) -> Box:
+        return Box(jnp.minimum(before.low, more.low), jnp.maximum(before.high, more.high))
+
+    def score(self, summary: Box, q: Array) -> Array:
+        zero = jnp.zeros((), q.dtype)
+        return scores(jnp.maximum(q, zero), summary.high) + scores(jnp.minimum(q, zero), summary.low)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    boxes = 2 * x.rows(-(-x.S // 2))
+    return Bytes(2 * x.rows(x.S) + boxes + x.positions(x.S) + x.per_row())
+
+
+SMALL, LIMIT = "quest:budget=6,page=2,device_layers=0", "quest:budget=100,page=2,device_layers=0"
+
+
+@recipe(
+    "Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3 and Algorithm 1",
+    Trial(SMALL, LIMIT, _bytes),
+    Trial(f"{SMALL},per=head", f"{LIMIT},per=head", _bytes, name="one set per head"),
+    formula="score(page) = sum over channels c of max(q_c min_c, q_c max_c), min and max over the page's keys",
+    differs="The current page is always read, as in the authors' CUDA code; their evaluation code may drop it.",
+)
+def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> Method:
+    """Nothing is lost, but a query reads only the pages of keys whose bounding box promises the highest logits.
+
+    budget: tokens that a query reads, in whole pages; at least three pages, the current one included. page: tokens.
+    per: "query", each query head its own pages (the paper), or "head", one set per key/value head. device_layers: so
+    many first layers are read in full (the paper: 2). A prompt attends exactly.
+    """
+    if budget < 1:
+        raise KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
+    index = Boxes(page)
+    return Method(read=Retrieve(index, max(3, budget // page) - 1, per=per), device_layers=device_layers)

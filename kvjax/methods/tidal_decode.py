@@ -1,0 +1,110 @@
+"""TidalDecode: two layers look at everything and say which tokens count; the layers above them read only these."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerState
+from kvjax.cache.method import Method
+from kvjax.cache.read.full import Full
+from kvjax.cache.read.reader import Reader, Reading, by_query_blocks, logits
+from kvjax.cache.read.retrieve import attend_slots
+from kvjax.core.attention import NEG, weights
+from kvjax.core.types import Array, KvjaxError, Partial
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentTokens(Reader):
+    """Each query reads the tokens that a layer below has chosen for it (Yang et al. 2024, arXiv 2410.05076, section 3).
+
+    The first `dense` layers read everything. So do the next one and the layer `reselect`, and each chooses, per query
+    head, the topk - 1 earlier tokens with the highest logits. All other layers read these and the query's own token.
+    What is handed up are positions, so that layers that hold different tokens understand each other: a token that a
+    layer does not hold, or no longer sees through its sliding window, it does not read. A layer to which nothing was
+    handed chooses for itself.
+    """
+
+    topk: int
+    dense: int = 2
+    reselect: int = 13
+
+    any_slot = False  # positions are looked up in slots in the order of time
+
+    def __post_init__(self):
+        if self.topk < 1 or min(self.dense, self.reselect) < 0:
+            raise KvjaxError(
+                "TidalDecode needs topk of at least 1 token, and layers counted from 0, got "
+                f"topk={self.topk}, dense={self.dense}, reselect={self.reselect}; the paper's code uses 256, 2 and 13"
+            )
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        if layer.spec.index < self.dense:
+            return Full().read(layer, state, q, q_pos, guessed, carry)
+        if carry is None or layer.spec.index in (self.dense, self.reselect):
+            return self._choose(layer, state, q, q_pos)
+        chosen = jnp.moveaxis(carry, 2, 3)
+
+        def attend(q: Array, q_pos: Array, chosen: Array) -> Partial:
+            own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
+            return attend_slots(layer, state, q, q_pos, _slots(state.pos, jnp.concatenate([chosen, own], -1)))
+
+        return Reading(by_query_blocks(attend, q, q_pos, 16, chosen), carry=carry)
+
+    def _choose(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Reading:
+        """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
+        keys, values = layer.k.load(state.k), layer.v.load(state.v)
+        count = min(self.topk - 1, state.pos.shape[2])
+
+        def attend(q: Array, q_pos: Array) -> Reading:
+            s = logits(layer, state, q, q_pos, keys)
+            p, m, l = weights(s)
+            earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
+            best, slot = lax.top_k(jnp.where(earlier, s, NEG), count)
+            pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
+            pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
+            return Reading(Partial(layer.v.mix(p, values), m, l), carry=jnp.where(best > NEG / 2, pos, -1))
+
+        found = by_query_blocks(attend, q, q_pos, 64)
+        return found._replace(carry=jnp.moveaxis(found.carry, 3, 2))
+
+
+def _slots(held: Array, wanted: Array) -> Array:
+    """The slots of tokens at positions wanted i32[B K ...] among held i32[B 1|K S]; -1 where there is none."""
+    B, heads, S = held.shape
+    flat = wanted.reshape(B, heads, -1)
+    order = jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held)
+    slot = jax.vmap(jax.vmap(jnp.searchsorted))(order, flat).astype(jnp.int32)
+    there = (flat >= 0) & (jnp.take_along_axis(held, jnp.minimum(slot, S - 1), 2) == flat)
+    return jnp.where(there, slot, -1).reshape(wanted.shape)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
+
+
+@recipe(
+    "TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3",
+    Trial("tidal_decode:topk=3,dense=0", "tidal_decode:topk=100,dense=0", _bytes),
+    formula="layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last choosing layer below l",
+    differs="A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation "
+    "code may drop it.",
+    example="tidal_decode:topk=256,dense=1,reselect=2",
+)
+def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
+    """Nothing is lost, but most layers read only the tokens that a layer below them has found to count.
+
+    topk: tokens that a query head reads in such a layer, its own included. dense: so many first layers read everything;
+    the next one too, and it chooses. reselect: the layer, counted from 0, that chooses again (the authors' code: 13 for
+    Llama 3 with 32 layers, 9 in an earlier version). A prompt attends exactly. On a model of fewer layers nothing is
+    chosen again.
+    """
+    return Method(read=PersistentTokens(topk, dense, reselect))

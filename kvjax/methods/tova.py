@@ -1,0 +1,82 @@
+"""TOVA: while decoding, the token that the newest query attends to least makes room."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerState
+from kvjax.cache.decode.policy import Policy, asked, at_least, best, without_lowest
+from kvjax.cache.method import Method
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs, mass
+from kvjax.core.types import Array, Block, IncompatibleMethod
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Tova(Policy):
+    """The cache as a multi-state recurrent network (Oren et al. 2024, arXiv 2401.06104, section 3.2).
+
+    A step attends to the `budget` tokens that are held and to itself; then, over budget, the token with the lowest
+    weight leaves for good: the mean over all query heads of the layer, so all heads hold the same tokens; of equals the
+    older goes. A longer prompt is cut by its last query in the same way. As in the authors' code the newest token may
+    leave too, and counts in the budget; with `keep_newest` it stays (kvpress' prompt-only press). True positions stay.
+    """
+
+    budget: int
+    keep_newest: bool = False
+
+    queries: ClassVar[int] = 1
+    weights: ClassVar[bool] = True
+
+    def __post_init__(self):
+        at_least("TOVA", budget=(self.budget, 1))
+
+    def slots(self, layer: Any) -> int:
+        return self.budget + 1
+
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
+        seen = asked(seen, "TOVA", "the last query")
+        last = seen.pos.max(1, keepdims=True)
+        by = ((seen.pos >= 0) & (seen.pos == last)).astype(jnp.float32)
+        weight = over_heads.mean(mass(block, seen, by, layer.spec.window)[0].mean(2))
+        if self.keep_newest:
+            weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
+        return best(weight, block.pos, min(self.budget, slots)), None
+
+    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
+        t = q_pos[:, None]  # [B 1 1]
+        may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
+        return without_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
+
+    def check(self, layer: Any) -> None:
+        select = layer.method.select
+        if select is not None and select.per != "layer":
+            raise IncompatibleMethod(
+                f"TOVA holds the same tokens in all heads of a layer, and the selection by {select.scorer} keeps "
+                "others in each; give it per=layer, as in 'snapkv:per=layer + tova'"
+            )
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(2 * x.rows(5) + x.positions(5))
+
+
+@recipe(
+    "TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2",
+    Trial("tova:budget=4", "tova:budget=100", _bytes),
+    Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", _bytes, name="keeps the newest"),
+    formula="w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves",
+    example="tova:budget=512",
+)
+def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
+    """Over budget, the token that the newest query attends to least leaves, in constant memory.
+
+    budget: tokens that stay after each step, the newest included (the paper: an eighth to a quarter of the text).
+    keep_newest: the newest token always stays (kvpress); by default it competes, as in the authors' code.
+    """
+    return Method(decode=Tova(budget, keep_newest))

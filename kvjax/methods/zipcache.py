@@ -1,0 +1,109 @@
+"""ZipCache: all tokens in few bits, and the least salient ones in fewer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.hold.channels import Channels
+from kvjax.cache.hold.separable import SeparableTokens
+from kvjax.cache.hold.tier import Tier
+from kvjax.cache.method import Method
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads
+from kvjax.cache.select.units import top
+from kvjax.core.observe import Obs, mass
+from kvjax.core.random import draw
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes(Scorer):
+    """Normalised attention from a few prompt queries: the newest and some drawn by chance (ZipCache, 2405.14256).
+
+    share: of a row's queries that are probes for being the newest, rounded up, and of those drawn among the others,
+    rounded down, without replacement, by seed and position alone. A token's score is the attention that the probes pay
+    it over the number of queries that can see it: of all "queries" (the public code), or of "probes" only.
+    """
+
+    queries: ClassVar[int | None] = None
+    share: float = 0.05
+    normalise: str = "queries"
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise KvjaxError(f"the share of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
+        if self.normalise not in ("queries", "probes"):
+            raise KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        obs = self.asked(seen)
+        probes = self._probes(obs)
+        paid, number = mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
+        if self.normalise == "queries":
+            number = obs.pos.max(-1)[:, None, None] - block.pos + 1
+            number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
+        heads = paid / jnp.maximum(number, 1.0)[:, :, None]
+        return by_heads(heads, heads.mean(2), block)
+
+    def _probes(self, obs: Obs) -> Obs:
+        """The queries that are probes, in order."""
+        Q = obs.pos.shape[1]
+        length = (obs.pos >= 0).sum(-1, dtype=jnp.int32)
+        first = length + part_of(self.share, -length)  # of the newest
+        chance = (draw(self.seed, obs.pos) >> 8).astype(jnp.float32)
+        drawn = top(chance, (obs.pos >= 0) & (obs.pos < first[:, None]), part_of(self.share, length))
+        slot = jnp.where(drawn | (obs.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
+        slot = jnp.sort(slot, -1)[:, : part_of(self.share, Q) - part_of(self.share, -Q)]
+        at = jnp.minimum(slot, Q - 1)
+        q = jnp.take_along_axis(obs.q, at[:, None, None, :, None], 3)
+        return Obs(q, jnp.where(slot < Q, jnp.take_along_axis(obs.pos, at, 1), -1))
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """With 40 % of the prompt in 2 bits, the rest in 4, and chunks of 3 decoded tokens."""
+    low, heads, number = 2 * x.prompt // 5, x.B * x.K, x.itemsize
+    slots = x.left(x.prompt - low)
+    codes = 2 * heads * x.H * (slots * 4 + low * 2) // 8  # of keys and of values
+    channels = 3 * heads * x.H * number  # minimum and scale of keys, root of values: of each tier, and of each chunk
+    tokens = 2 * heads * number * (slots + low)  # minimum and scale of values
+    recent = 2 * heads * 3 * x.H * number
+    positions = x.positions(slots + low, per_head=True)
+    counts = 9 * x.per_row()  # slots in use; of four codecs those of the prompt, and those that are codes
+    return Bytes(codes + channels * (2 + slots // 3) + tokens + recent + positions + counts)
+
+
+@recipe(
+    "ZipCache, He et al. 2024, arXiv 2405.14256; constants of its authors' code",
+    Trial("zipcache:every=3", "", _bytes),
+    formula="s_i = sum over probes of A_i / number of queries that see token i; the lowest 40 % of a head in 2 bits, "
+    "the others in 4; K by channel, V by token after division by sqrt(max |V|) of each channel",
+    differs="Values have a minimum and a scale for each token and head, where the public code has one for all heads "
+    "(of different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded "
+    "tokens goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix rows.",
+)
+def zipcache(
+    share: float = 0.4,
+    low: int = 2,
+    high: int = 4,
+    every: int = 100,
+    probes: float = 0.05,
+    normalise: str = "queries",
+    seed: int = 0,
+) -> Method:
+    """All tokens of a prompt in few bits, by channel (keys) and by token (values), and the least salient in fewer.
+
+    share: of each head's prompt tokens, the lowest, that are held in `low` bits; the others in `high` (the public
+    code: 40 %, 2 and 4). every: what is decoded stays exact until so many tokens have come, then all of them become
+    codes of `high` bits (100). probes: the share of prompt queries that saliency comes from, twice: the newest, and
+    some drawn by `seed` (5 %). normalise: the attention that a token receives from them, over all "queries" that see it
+    (the public code) or over the "probes" that do. Attention in the prompt is exact.
+    """
+    tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
+    return Method(apart=tier, k=Channels(high, every), v=SeparableTokens(high, every))

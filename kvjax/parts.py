@@ -1,0 +1,58 @@
+"""What a new method is written with, in one import: the slots' base classes and the helpers that recipes use."""
+
+from __future__ import annotations
+
+from kvjax.cache.apart import Apart
+from kvjax.cache.contract import KVMethod, Layer, LayerSpec, LayerState, Needs, Traits
+from kvjax.cache.decode.policy import Policy
+from kvjax.cache.hold.codecs import Codec, Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.full import Full
+from kvjax.cache.read.reader import Reader, Reading
+from kvjax.cache.select.represent import Represent
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
+from kvjax.cache.select.select import Select, selecting
+from kvjax.cache.select.shares import LayerShares
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs, mass
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+__all__ = [
+    "Apart",
+    "Array",
+    "Block",
+    "Bytes",
+    "Codec",
+    "Full",
+    "Host",
+    "IncompatibleMethod",
+    "KVMethod",
+    "KvjaxError",
+    "Layer",
+    "LayerShares",
+    "LayerSpec",
+    "LayerState",
+    "Method",
+    "Needs",
+    "Obs",
+    "Partial",
+    "Plain",
+    "Policy",
+    "Reader",
+    "Reading",
+    "Represent",
+    "Scorer",
+    "Scores",
+    "Select",
+    "Sizes",
+    "Traits",
+    "Trial",
+    "by_heads",
+    "by_tokens",
+    "mass",
+    "over_heads",
+    "recipe",
+    "selecting",
+]

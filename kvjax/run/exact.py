@@ -1,0 +1,99 @@
+"""Exact keys and values of prompts, run once in full attention, for any number of methods to make their caches of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import Cache, KVMethod, Needs, slots_of
+from kvjax.core import memory
+from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.strings import method_of
+from kvjax.models.model import Model
+from kvjax.run import prefill as prompt_runner
+from kvjax.run.context import Context, read
+from kvjax.run.forward import Plan, Prompt, Setting, shown
+from kvjax.run.plan import bind
+from kvjax.run.prefill import Clock
+from kvjax.run.prompts import Prompts, pad, place, token_ids
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exact:
+    """What full attention has of a batch of prompts: keys and values of every layer, and the queries.
+
+    Many methods compared on the same prompts need them run only once: `under` makes what `kvjax.read` makes.
+    """
+
+    model: Model
+    prompts: tuple[Prompt, ...]  # one per layer: k, v [B K S H], and all queries [B K G S H], or none of them
+    lengths: Array  # i32[B]
+    last: Array  # f32[B V], the logits of each row's last token
+    ids: Sequence[Sequence[int]] | None = None
+
+    def under(self, method: str | KVMethod, capacity: int) -> Context:
+        """The prompts under a method, in a cache with room for `capacity` tokens per row.
+
+        Raises KvjaxError for a method that looks at queries where there are none, and for one that changes the
+        prompt's own attention where the tokens of the prompts are not known.
+        """
+        model, method = self.model, method_of(method)
+        plan = bind(method, model.config)
+        if any(layer.needs.chunk or layer.needs.pattern for layer in plan):
+            return self._read_again(method, capacity)
+        slots = tuple(slots_of(layer, tuple(np.asarray(self.lengths).tolist()), capacity) for layer in plan)
+        prompts = [self._wanted(i, plan) for i in range(len(plan))]
+        clock, lengths = Clock(), jnp.copy(self.lengths)
+        setting = Setting(model.config, model.mesh)
+        layers = prompt_runner.encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
+        cache = Cache(layers, lengths, capacity, plan, model.config)
+        return Context(model, cache, self.last, method, clock.running)
+
+    def _read_again(self, method: KVMethod, capacity: int) -> Context:
+        if self.ids is None:
+            raise KvjaxError("this method attends within the prompt in its own way: read the prompts' tokens with it")
+        return read(self.model, self.ids, method, capacity=capacity)
+
+    def _wanted(self, layer: int, plan: Plan) -> Prompt:
+        """The layer's prompt with those queries that its method looks at."""
+        k, v, q = self.prompts[layer]
+        if plan[layer].needs.queries != 0 and not q.shape[3]:
+            raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
+        return Prompt(k, v, shown(plan[layer], q, 0, self.lengths) if q.shape[3] else q)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AllQueries:
+    """A layer that only asks the decoder for all of a prompt's queries, and is never asked for a state."""
+
+    needs: Needs = Needs(queries=None)
+
+
+def read_exactly(model: Model, documents: Prompts) -> Exact:
+    """Runs documents, texts or lists of ids, in full attention, once."""
+    ids, plan = token_ids(model, documents), (_AllQueries(),) * model.config.layers
+    tokens, lengths = pad(ids)
+    lengths, setting, clock = place(model, lengths, "B"), Setting(model.config, model.mesh), Clock()
+    slots = (0,) * len(plan)
+    past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)
+    last = prompt_runner.UNEMBED(params=model.params, hidden=past.last, setting=setting)
+    return Exact(model, past.layers, lengths, last, ids)
+
+
+def held_in_full(context: Context) -> Exact:
+    """What a context that was read under `full` holds; of the queries nothing is left."""
+    if context.cache.plan != bind("full", context.model.config):
+        raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
+    pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]
+    return dataclasses.replace(of_arrays(context.model, pairs, context.cache.length), last=context.last)
+
+
+def of_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> Exact:
+    """Given keys and values [B K S H] of every layer, in rows of lengths i32[B]; without queries and logits."""
+    B, c = lengths.shape[0], model.config
+    none = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
+    prompts = tuple(Prompt(k, v, none) for k, v in pairs)
+    return Exact(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))

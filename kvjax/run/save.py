@@ -1,0 +1,170 @@
+"""A cache in one file, and back: arrays as NumPy holds them, and what they are as JSON.
+
+The file does not hold the cache's structure. It is that of the state which the method makes of a prompt, found again
+by tracing the method, so that a file never names a class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import Cache, KVMethod, Layer, slots_of
+from kvjax.core import memory
+from kvjax.core.mesh import layer_axes
+from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.strings import method_of, name_of, parts_of
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.run.plan import bind
+from kvjax.run.planned import abstract_state
+from kvjax.run.prompts import BUCKET, place
+
+FORMAT, VERSION, HEADER = "kvjax-context", 1, "header"
+
+
+def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:
+    """Writes the file, whole or not at all: it takes its place only when all of it is on disk."""
+    path, arrays = Path(path), {"last": last, "length": cache.length, **_by_name(cache.layers)}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "method": name_of(method),
+        "model": _digest(model),
+        "capacity": cache.capacity,
+        "layers": len(cache.layers),
+        "arrays": {name: _described(x) for name, x in arrays.items()},
+    }
+    fresh = path.with_name(path.name + ".partial")
+    with fresh.open("wb") as file:
+        np.savez(file, **{HEADER: _bytes(json.dumps(header).encode())}, **{n: _bytes(x) for n, x in arrays.items()})
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    return path
+
+
+def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
+    """(the method, the cache, the logits of each row's last token f32[B V]); raises as `kvjax.resume` does."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header = json.loads(file[HEADER].tobytes())
+            _check(header, path, model)
+            found = {name: _array(file[name], said) for name, said in header["arrays"].items()}
+    except KvjaxError:
+        raise
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+        raise KvjaxError(f"{path} is no saved context, or a damaged one ({e}); save it again") from e
+    method = _method(header["method"], method, path)
+    layers = _layers(model, method, header, found, path)
+    last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
+    return method, Cache(layers, length, header["capacity"], bind(method, model.config), model.config), last
+
+
+def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
+    return {f"layer {i}, {j}": x for i, layer in enumerate(layers) for j, x in enumerate(jax.tree.leaves(layer))}
+
+
+def _described(x: Array) -> dict[str, Any]:
+    return {"shape": list(x.shape), "dtype": x.dtype.name, "host": memory.is_host(x)}
+
+
+def _bytes(x: Any) -> np.ndarray:
+    """Any array, or bytes, as u8[n]: NumPy's files know no bfloat16."""
+    if isinstance(x, bytes):
+        return np.frombuffer(x, np.uint8)
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
+
+
+def _array(held: np.ndarray, said: Mapping[str, Any]) -> np.ndarray:
+    return held.view(jnp.dtype(said["dtype"])).reshape(said["shape"])
+
+
+def _digest(model: Model) -> str:
+    text = json.dumps([model.config.to_json(), model.dtype.name], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check(header: Mapping[str, Any], path: str | Path, model: Model) -> None:
+    """Raises KvjaxError unless the file is of this version, and of a model like this one."""
+    if header["format"] != FORMAT or header["version"] != VERSION:
+        raise KvjaxError(
+            f"{path} has format {header['format']!r}, version {header['version']!r}, and this kvjax reads version "
+            f"{VERSION} of {FORMAT!r}; read the documents again"
+        )
+    if header["model"] != _digest(model):
+        raise KvjaxError(
+            f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
+            "that model, or read the documents again with this one"
+        )
+
+
+def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:
+    """The method that the file names, or the given one, which must be that one."""
+    known = parts_of(name) != ()
+    if given is None:
+        if not known:
+            raise KvjaxError(f"{path} was saved under {name}, which no string makes; pass it as method=")
+        return method_of(name)
+    given = method_of(given)
+    same = given == method_of(name) if known else name_of(given) == name
+    if not same:
+        raise KvjaxError(f"{path} was saved under {name} and not under {name_of(given)}; leave `method` out")
+    return given
+
+
+def _layers(
+    model: Model, method: KVMethod, header: Mapping[str, Any], found: Mapping[str, np.ndarray], path: str | Path
+) -> tuple[Any, ...]:
+    plan, rows = bind(method, model.config), found["length"].shape[0]
+    if len(plan) != header["layers"]:
+        raise KvjaxError(f"{path} has {header['layers']} layers and the model has {len(plan)}; save it again")
+    layers = []
+    for i, layer in enumerate(plan):
+        names = [name for name in found if name.startswith(f"layer {i}, ")]
+        tree = _tree(layer, model, rows, header["capacity"], [found[name] for name in names])
+        if tree is None:
+            raise KvjaxError(
+                f"{path} holds other arrays than {header['method']} makes in layer {i}: another version of the method "
+                "wrote it; read the documents again"
+            )
+        placed = [_placed(model, found[name], rows, header["arrays"][name]["host"]) for name in names]
+        layers.append(jax.tree.unflatten(tree, placed))
+    return tuple(layers)
+
+
+def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
+    """An array of a layer on the model's devices, in the kind of memory that it came from."""
+    there = place(model, x, layer_axes(x.shape, rows, model.config.kv_heads))
+    return jax.device_put(there, memory.HOST) if host else there
+
+
+def _tree(layer: Layer, model: Model, rows: int, capacity: int, arrays: Sequence[np.ndarray]) -> Any:
+    """The structure of a layer's state that has these arrays; None where there is none."""
+    wanted = [(x.shape, x.dtype) for x in arrays]
+    for prompt, slots in _sizes(layer, model.config, capacity, arrays):
+        with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
+            made, tree = abstract_state(layer, model.config, prompt, slots, rows, model.dtype)
+            if [(x.shape, x.dtype) for x in made] == wanted:
+                return tree
+    return None
+
+
+def _sizes(layer: Layer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
+    """(tokens of a prompt, slots) that may have led to a state, the likelier ones first."""
+    usual = [slots_of(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
+    seen = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, config.kv_heads)]
+    every = list(dict.fromkeys(n for n in (*seen, *usual) if 0 < n <= capacity))
+    yield from ((slots, slots) for slots in every)  # what most methods hold depends on the slots alone
+    yield from itertools.product((capacity, *range(BUCKET, capacity, BUCKET)), every)

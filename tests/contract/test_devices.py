@@ -1,0 +1,235 @@
+"""Four devices give what one gives, with a state that is really divided among them (C9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.cache.contract import Layer, LayerSpec, Needs, slots_of
+from kvjax.cache.method import Method
+from kvjax.cache.read.full import Full
+from kvjax.core import memory
+from kvjax.core.mesh import layer_axes, named, over_heads, per_device
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.catalogue import load_all
+from kvjax.methods.strings import method_of
+from kvjax.models.sharding import param_shardings
+from kvjax.run import devices
+from kvjax.testing import toy_model
+from tests.contract import layer
+
+B, K, G, H = 4, 4, 2, 32
+LENGTHS = np.array([9, 1, 6, 4], np.int32)
+STEPS = 4
+MESHES = ((1, 4), (2, 2), (4, 1))  # devices along the rows, and along the key/value heads
+
+# What concerns all heads of a layer, in states, selections and policies, on every mesh.
+ALL_HEADS = (
+    "streaming_llm:recent=3,sinks=1",
+    "h2o:heavy=2,recent=2,granularity=layer",
+    "snapkv:budget=6,window=2,kernel=3,per=layer",
+    "snapkv:budget=6,window=2,kernel=3 + kvcrush:share=0.5 + recompress:every=2",
+    "keynorm:budget=6 + kmeans:share=0.5 + offload",
+    "random:budget=5",
+)
+
+
+def battery() -> list[tuple[str, tuple[int, int]]]:
+    """(method, mesh): all meshes for what concerns all heads, and for each trial of each recipe one, in turn."""
+    trials = sorted({trial.small for recipe in load_all().values() for trial in recipe.trials} - set(ALL_HEADS))
+    return [*itertools.product(ALL_HEADS, MESHES), *zip(trials, itertools.cycle(MESHES))]
+
+
+def mesh_of(shape: tuple[int, int]) -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "model"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A bound layer as the decoder runs it on a mesh."""
+
+    layer: Layer
+    mesh: Mesh
+
+    @property
+    def needs(self) -> Needs:
+        return self.layer.needs
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+        return devices.prefill(self.layer, block, seen, slots, self.mesh)
+
+    def extend(self, state: Any, q: jax.Array, fresh: Block, commit: int, carry: Any) -> tuple[jax.Array, Any, Any]:
+        return devices.extend(self.layer, state, q, fresh, commit, carry, self.mesh)
+
+    def measure(self, block: Block, seen: Obs | None) -> jax.Array:
+        return devices.measure(self.layer, block, seen, self.mesh)
+
+    def shares(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
+        return self.layer.shares(measures, lengths)
+
+
+@functools.cache
+def inputs() -> tuple[Any, Any]:
+    """The prompts, and the tokens that follow them."""
+    rng = np.random.default_rng(0)
+    total = int(LENGTHS.max()) + STEPS
+    q = jnp.asarray(rng.normal(size=(B, K, G, total, H)) * 2, jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(B, K, total, H)), jnp.float32) for _ in range(2))
+    d = layer.Data(q, k, v, LENGTHS)
+    return layer.prompt(d, width=int(LENGTHS.max())), [d.token(t) for t in range(STEPS)]
+
+
+def run(bound: Layer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
+    """(the state after the prompts, what the steps give, the state after them)."""
+    slots = slots_of(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
+    here = bound if mesh is None else Spread(bound, mesh)
+
+    def whole(prompt: Any, steps: Any) -> tuple[Any, jax.Array, Any]:
+        before = layer.after_prompt(here, *prompt, slots)
+        fresh = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+        outs, after = layer.stepped(here, before, fresh)
+        return before, outs, after
+
+    given = inputs()
+    if mesh is not None:
+        given = jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, B, K), mesh)), given)
+    return jax.jit(whole, compiler_options=layer.QUICK)(*given)
+
+
+@functools.cache
+def bound_to(method: str) -> Layer:
+    spec = LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=None, rope=Rope(H))
+    return method_of(method).bind(spec)
+
+
+@functools.cache
+def on_one(method: str) -> tuple[Any, np.ndarray, Any]:
+    return run(bound_to(method), None)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), battery(), ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
+)
+def test_c9_four_devices_give_what_one_gives(method, shape):
+    one, four = on_one(method), run(bound_to(method), mesh_of(shape))
+    np.testing.assert_allclose(four[1], one[1], atol=1e-5)
+    for mine, alone in ((four[0], one[0]), (four[2], one[2])):
+        np.testing.assert_array_equal(*(bound_to(method).positions(state) for state in (mine, alone)))
+        assert jax.tree.map(kind_of, mine) == jax.tree.map(kind_of, alone)
+        for x in jax.tree.leaves(mine):
+            check_divided(x, *shape)
+
+
+def kind_of(x: jax.Array) -> tuple[Any, ...]:
+    return x.shape, x.dtype, memory.kind(x), x.sharding.memory_kind
+
+
+def check_divided(x: jax.Array, data: int, model: int) -> None:
+    """Rows are divided, and heads wherever there is something of each; devices that hold the same hold equal bits."""
+    parts = [shard.data.size for shard in x.addressable_shards]
+    ways = data * model if x.ndim >= 4 or (x.ndim == 3 and x.shape[1] > 1) else data
+    assert len(parts) == 4 and max(parts) <= x.size // (ways if x.ndim else 1)
+    for shards in by_part(x).values():
+        for other in shards[1:]:
+            np.testing.assert_array_equal(np.asarray(other), np.asarray(shards[0]))
+
+
+def by_part(x: jax.Array) -> dict[str, list[jax.Array]]:
+    """Which part of an array, and what the devices have of it."""
+    found: dict[str, list[jax.Array]] = {}
+    for shard in x.addressable_shards:
+        found.setdefault(str(shard.index), []).append(shard.data)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class InPieces(Full):
+    """Through which prompts are fed too."""
+
+    chunk: ClassVar[int] = 8
+
+
+SIZES = {"kv_heads": 4, "heads": 8, "vocab_size": 96, "layers": 2}
+PROMPTS = [list(range(1, 14)), [7], [5, 3, 1], list(range(20, 30))]
+
+
+@functools.cache
+def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
+    model = toy_model(**SIZES)
+    if shape is None:
+        return model
+    params = jax.device_put(model.params, param_shardings(model.config, mesh_of(shape)))
+    return dataclasses.replace(model, params=params, mesh=mesh_of(shape))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "streaming_llm:recent=3,sinks=1",  # a state of constant size, in which heads share the positions
+        "cake:budget=6,window=2,kernel=3",  # budgets that are measured over all layers
+        Method(read=InPieces()),  # a prompt that is fed through the method
+    ],
+    ids=["constant state", "budgets over all layers", "prompt through the method"],
+)
+def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method):
+    one, four = (
+        kvjax.generate(model_on(shape), PROMPTS, method, max_new_tokens=4, eos_ids=()) for shape in (None, (2, 2))
+    )
+    assert four.tokens == one.tokens and four.bytes == one.bytes
+    _, cache = kvjax.prefill(model_on((2, 2)), PROMPTS, method)
+    for x in jax.tree.leaves(cache.layers):
+        check_divided(x, 2, 2)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_what_concerns_all_heads_is_said_of_all_heads(shape):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, K, 5)), jnp.float32)
+
+    def of_all(x: jax.Array) -> dict[str, jax.Array]:
+        first = over_heads.first(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+        return {
+            "sum": over_heads.sum(x),
+            "mean": over_heads.mean(x),
+            "max": over_heads.max(x),
+            "any": over_heads.any(x > 1.5),
+            "gather": x[:, :, :2] + over_heads.gather(x)[:, -1:, :2],
+            "head": jnp.broadcast_to(first, x.shape),
+        }
+
+    four = jax.jit(per_device(of_all, B, K, mesh_of(shape)))(x)
+    want = {
+        "sum": x.sum(1, keepdims=True),
+        "mean": x.mean(1, keepdims=True),
+        "max": x.max(1, keepdims=True),
+        "any": (x > 1.5).any(1, keepdims=True),
+        "gather": x[:, :, :2] + x[:, -1:, :2],
+        "head": jnp.broadcast_to(jnp.arange(K)[None, :, None], x.shape),
+    }
+    for name, found in four.items():
+        np.testing.assert_allclose(found, want[name], rtol=1e-6, err_msg=name)
+
+
+def test_shapes_say_which_axes_are_divided():
+    assert [layer_axes(s, B, K) for s in [(), (B,), (B, K), (B, K, 1), (B, 1, K)]] == ["", "B", "B", "B K", "B"]
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K, 5), (3, 5, K), (7, 3)])
+def test_a_shape_that_a_mesh_cannot_divide_is_an_error(shape):
+    with pytest.raises(KvjaxError, match="cannot tell what belongs to which device"):
+        layer_axes(shape, 3, K)
+
+
+def test_rows_that_do_not_divide_over_a_mesh_are_an_error():
+    with pytest.raises(KvjaxError, match="axis B of size 3 does not divide over the 2 devices of mesh axis 'data'"):
+        kvjax.prefill(model_on((2, 2)), PROMPTS[:3], "full")

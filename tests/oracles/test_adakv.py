@@ -1,0 +1,141 @@
+"""AdaKV against its oracle: budgets of heads, what they keep, attention to it, and bytes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods.adakv import AdaKV
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import adakv as oracle
+from tests.oracles import eviction
+
+SNAPKV = "snapkv:budget=6,window=2,kernel=3"
+
+
+def divided(rule: AdaKV, scores, lengths, quota, beside) -> np.ndarray:
+    """Budgets of rows of scores [B K U] with so many units."""
+    allowed = np.arange(np.shape(scores)[2])[None] < np.array(lengths)[:, None]
+    args = (np.asarray(scores, np.float32), allowed, np.array(quota, np.int32), np.array(beside, np.int32))
+    return np.asarray(jax.jit(rule.heads)(*args))
+
+
+def test_the_example_by_hand():
+    heads = [[9, 8, 7, 1], [3, 2, 1, 0]]
+    assert oracle.won(heads, 2) == [3, 1]
+    for rule in (AdaKV(), AdaKV(normalise=True), AdaKV(rule="kvpress"), AdaKV(alpha=0)):
+        assert divided(rule, [heads], [4], [2], [0]).tolist() == [[3, 1]]
+    assert divided(AdaKV(alpha=1), [heads], [4], [2], [0]).tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize("levels", [3, 10**6])
+@pytest.mark.parametrize("rule", ["adakv", "kvpress"])
+def test_budgets_are_the_oracles_in_ragged_batches_with_many_ties(rule, levels):
+    rng = np.random.default_rng(levels)
+    lengths, quota, beside = [20, 1, 13, 20, 7], [6, 1, 0, 20, 3], [2, 0, 5, 1, 0]
+    scores = rng.integers(0, levels, (5, 3, 20)) * rng.integers(1, 4, (5, 3, 1))
+    for fill in (0, np.inf, np.nan):
+        padded = np.where(np.arange(20) < np.array(lengths)[:, None, None], scores, fill)
+        got = divided(AdaKV(rule=rule), padded, lengths, quota, beside).tolist()
+        for b, n in enumerate(lengths):
+            row = scores[b, :, :n].tolist()
+            more = () if rule == "adakv" else (beside[b],)
+            assert got[b] == getattr(oracle, "budgets" if rule == "adakv" else "kvpress")(row, quota[b], *more)
+            assert sum(got[b]) == 3 * quota[b] and max(got[b]) <= n
+
+
+def test_equal_heads_get_equal_budgets():
+    scores = np.random.default_rng(0).integers(0, 3, (4, 1, 11)).repeat(4, 1)
+    for rule in (AdaKV(), AdaKV(alpha=0.37), AdaKV(rule="kvpress"), AdaKV(normalise=True)):
+        assert divided(rule, scores, [11] * 4, [0, 3, 5, 11], [0] * 4).tolist() == [[n] * 4 for n in (0, 3, 5, 11)]
+
+
+def test_normalised_heads_count_by_what_their_best_hold():
+    flat, steep = [4, 4, 4, 4], [5, 3, 0, 0]  # their best two hold 1/2 and all: 2, 2, 2, 2 and 5, 3, 0, 0
+    assert divided(AdaKV(alpha=0), [[flat, steep]], [4], [2], [0]).tolist() == [[3, 1]]
+    assert divided(AdaKV(alpha=0, normalise=True), [[flat, steep]], [4], [2], [0]).tolist() == [[2, 2]]
+
+
+def kept_by_oracle(d: layer.Data, b: int, n: int, window: int | None) -> list[list[int]]:
+    """The tokens that each head of a row keeps, under SNAPKV + adakv."""
+    q, k = (np.asarray(x[b, ..., :n, :]) for x in (d.q, d.k))
+    scores = eviction.snapkv(eviction.attention(q, k, window), 2, 3, "max")[1]
+    always, units, quota = eviction.divide(n, 6, 0, 2, 1)
+    worth = [eviction.worth(row, units) for row in scores]
+    counts = oracle.budgets(worth, quota) if quota else [0] * layer.K
+    return [sorted(always + eviction.best(w, c)) for w, c in zip(worth, counts, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
+    d = layer.data(5)
+    bound = layer.bound(SNAPKV + " + adakv:page=4", window)
+    state = layer.prefill(bound, d)
+    held, out, unequal = np.asarray(bound.positions(state)), layer.run(bound.method, d, window, state), 0
+    for b, n in enumerate(d.lengths.tolist()):
+        want = kept_by_oracle(d, b, n, window)
+        unequal += len({len(tokens) for tokens in want}) > 1
+        for head, tokens in enumerate(want):
+            assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+            q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
+            for t in range(layer.STEPS):
+                dense = oracle.attend(q[:, n + t], k, v, tokens, n + t, n, window)
+                np.testing.assert_allclose(out[b, head, :, t], dense, atol=5e-6)
+    assert unequal
+
+
+def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
+    model, prompts = toy_model(), [list(range(50)), [5], list(range(30, 70))]
+    text = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4"
+    whole = kvjax.read(model, prompts, text)
+    pieces = kvjax.read(model, prompts, text, chunk=8)
+    unequal = 0
+    for a, b in zip(whole.kept_positions(), pieces.kept_positions(), strict=True):
+        for row, other, prompt in zip(a, b, prompts, strict=True):
+            n = len(prompt)
+            assert [head.tolist() for head in row] == [head.tolist() for head in other]
+            assert sum(map(len, row)) == 2 * min(n, 12)
+            assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in row)
+            unequal += len(row[0]) != len(row[1])
+    assert unequal
+    tokens = whole.generate(max_new_tokens=5).tokens
+    assert tokens == pieces.generate(max_new_tokens=5).tokens
+    assert tokens[0] == kvjax.generate(model, prompts[:1], text, max_new_tokens=5).tokens[0]
+
+
+def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
+    model, prompts = toy_model(kv_heads=4), [list(range(90))]
+    held = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
+    pages = 4 * (34 + 7) // 8  # that all heads may need, in whole pages
+    slots = held.cache.layers[0].pos.shape[2]
+    a_slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
+    store = 4 * -(-pages // 4) * (8 * a_slot + 4)  # each page with its owner
+    assert held.bytes["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
+    longest = max(len(head) for heads in held.kept_positions() for head in heads[0])
+    assert longest * 4 * a_slot > store
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("adakv", "divides what a selection keeps .* compose it with one"),
+        ("keynorm:budget=4,per=layer + adakv", "slot `select`.*all heads keep the same tokens"),
+        ("cake:budget=64 + adakv", "slot `shares`.*before all layers have seen"),
+        (SNAPKV + " + h2o + adakv", "slot `decode`.*a policy takes tokens out"),
+        (SNAPKV + " + kcache:device_layers=0 + adakv", "slot `read`.*chooses among the slots"),
+        (SNAPKV + " + kivi + adakv", "slot `k`.*mix those of several heads; leave one of them out"),
+    ],
+)
+def test_what_cannot_work_with_unequal_heads_says_why(method, says):
+    with pytest.raises(IncompatibleMethod, match=says):
+        layer.bound(method)
+
+
+def test_wrong_values_say_so():
+    for fields, says in (({"alpha": 1.2}, "alpha of AdaKV"), ({"rule": "top"}, "rule of AdaKV"), ({"page": 0}, "page")):
+        with pytest.raises(KvjaxError, match=says):
+            kvjax.zoo.adakv(**fields)

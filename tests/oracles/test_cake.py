@@ -1,0 +1,171 @@
+"""CAKE against its oracle: what layers measure, how they divide the budget, and what heads keep of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.select.budgets import Ratio
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.cake import Preference, Shifting
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import cake as oracle
+from tests.oracles import eviction
+
+LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
+
+
+@functools.cache
+def bound(text: str, index: int = 0, layers: int = L):
+    """A method in one of several layers."""
+    return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, layers=layers))
+
+
+def batch(seed: int, padding: float = 0.0) -> tuple[Block, Obs]:
+    """A layer's ragged prompts, and their last W queries."""
+    q, k, v, pos = eviction.prompts(LENGTHS, S, seed, padding)
+    at = np.array(LENGTHS)[:, None] - W + np.arange(W)[None]
+    q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
+    return Block(*map(jnp.asarray, (k, v, pos[:, None]))), Obs(jnp.asarray(q), jnp.maximum(jnp.asarray(at), -1))
+
+
+@functools.cache
+def attention(seed: int, b: int) -> np.ndarray:
+    """Of row b's window to what lies before it, [K G W past]."""
+    q, k, _, _ = eviction.prompts(LENGTHS, S, seed)
+    n = LENGTHS[b]
+    return eviction.attention(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
+
+
+def test_the_example_by_hand():
+    rows = np.array([[[0.8, 0.2], [0.2, 0.8]]])
+    assert -(rows * np.log(rows)).sum() == pytest.approx(1.0008, abs=1e-4)
+    assert rows.var(1, ddof=1).sum() == pytest.approx(0.36)
+    assert oracle.preference(rows) == pytest.approx(0.1823, abs=1e-4)
+    # The same attention from queries and keys: two tokens, and a window of two that nobody looks at.
+    odds = 2 * np.log(4)
+    q = jnp.array([[odds, 0, 1, 0], [0, odds, 1, 0]], jnp.float32)[None, None, None]
+    k = jnp.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -999, 0], [0, 0, -999, 0]], jnp.float32)[None, None]
+    block, seen = Block(k, k, jnp.arange(4)[None, None]), Obs(q, jnp.array([[2, 3]]))
+    assert bound("cake:budget=3,window=2").measure(block, seen)[0] == pytest.approx(0.1823, abs=1e-4)
+
+
+def test_the_example_of_budgets():
+    assert oracle.budgets([1, 3], 8, 100) == [2, 6]
+    assert oracle.budgets([1, 3], 8, 5) == [3, 5]
+    kept = bound("cake:budget=6,window=2", layers=2).shares(jnp.array([[1.0] * 3, [3.0] * 3]), jnp.array([100, 7, 4]))
+    assert np.asarray(kept).T.tolist() == [[2 + 2, 6 + 2], [3 + 2, 5 + 2], [4, 4]]
+
+
+@pytest.mark.parametrize("layers", [1, 7])
+def test_budgets_are_the_oracles_row_by_row(layers):
+    rng = np.random.default_rng(layers)
+    measures = rng.gamma(0.3, size=(layers, 40)).astype(np.float32)
+    measures[:, :2] = 0
+    lengths = rng.integers(1, 60, 40)
+    kept = np.asarray(bound("cake:budget=20,window=4", layers=layers).shares(measures, jnp.asarray(lengths, jnp.int32)))
+    for b, n in enumerate(lengths.tolist()):
+        assert kept[:, b].sum() == layers * min(n, 20)
+        assert kept[:, b].max() <= n and kept[:, b].min() >= min(n, 4 + 1)
+        if n > 4:
+            want = oracle.budgets(measures[:, b].tolist(), layers * (min(n, 20) - 4), n - 4)
+            assert (kept[:, b] - 4).tolist() == want
+    even = np.minimum(lengths[:2], 20)
+    np.testing.assert_array_equal(kept[:, :2], np.broadcast_to(even, (layers, 2)))
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
+def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding):
+    method = bound(f"cake:budget=16,window={W}")
+    block, seen = batch(0, padding)
+    measured = np.asarray(jax.jit(method.measure)(block, seen))
+    scored = np.asarray(jax.jit(Shifting(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).kv)
+    for b, n in enumerate(LENGTHS):
+        if n <= W:
+            assert measured[b] == 0
+            continue
+        a = attention(0, b)
+        assert measured[b] == pytest.approx(oracle.preference(a.reshape(-1, *a.shape[2:])), rel=1e-4)
+        for head in range(2):
+            np.testing.assert_allclose(scored[b, head, : n - W], oracle.scores(a[head]), rtol=1e-4, atol=1e-5)
+            assert (scored[b, head, n - W : n] >= 1).all() and (scored[b, head, n:] == -np.inf).all()
+
+
+def test_more_queries_than_the_window_change_nothing():
+    block, seen = batch(1)
+    longer = Obs(
+        jnp.pad(seen.q, [(0, 0)] * 3 + [(3, 0), (0, 0)], constant_values=9.0), jnp.pad(seen.pos, [(0, 0), (3, 0)])
+    )
+    method = bound(f"cake:budget=16,window={W}")
+    np.testing.assert_allclose(method.measure(block, longer), method.measure(block, seen), rtol=1e-6)
+
+
+def test_layers_keep_what_the_oracle_keeps():
+    text, per_layer = f"cake:budget=12,window={W}", []
+    blocks = [batch(seed) for seed in range(L)]
+    measures = jnp.stack([bound(text, i).measure(*blocks[i]) for i in range(L)])
+    kept = bound(text).shares(measures, jnp.array(LENGTHS))
+    for i, (block, seen) in enumerate(blocks):
+        state = jax.jit(bound(text, i).prefill, static_argnums=2)(block, seen._replace(keep=kept[i]), S)
+        per_layer.append(np.asarray(state.pos))
+    for b, n in enumerate(LENGTHS):
+        if n <= 12:
+            assert all((pos[b, :, :n] == np.arange(n)).all() for pos in per_layer)
+            continue
+        windows = [attention(seed, b) for seed in range(L)]
+        preferences = [oracle.preference(a.reshape(-1, *a.shape[2:])) for a in windows]
+        counts = oracle.budgets(preferences, L * (12 - W), n - W)
+        assert len(set(counts)) > 1
+        for pos, a, count in zip(per_layer, windows, counts, strict=True):
+            for head in range(2):
+                want = eviction.best(oracle.scores(a[head]), count) + list(range(n - W, n))
+                assert pos[b, head][pos[b, head] >= 0].tolist() == want
+
+
+def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
+    model, prompts, text = toy_model(), [list(range(60)), [5], list(range(30, 70))], "cake:budget=12,window=4"
+    whole = kvjax.read(model, prompts, text, room=32)
+    pieces = kvjax.read(model, prompts, text, room=32, chunk=8)
+    alone = kvjax.read(model, prompts[2:], text, room=32)
+    counts = np.array([[len(row[0]) for row in held] for held in whole.kept_positions()])
+    assert counts.sum(0).tolist() == [3 * 12, 3 * 1, 3 * 12]
+    assert counts[:, [0, 2]].min() >= 5 and len(set(counts[:, 0])) > 1 and not (counts[:, 0] == counts[:, 2]).all()
+    for a, b, c in zip(whole.kept_positions(), pieces.kept_positions(), alone.kept_positions(), strict=True):
+        for row, other in [*zip(a, b, strict=True), (a[2], c[0])]:
+            assert [head.tolist() for head in row] == [head.tolist() for head in other]
+    room = whole.cache.capacity - 60
+    for held, state in zip(counts, whole.cache.layers, strict=True):  # slots follow the row that keeps most
+        assert 0 <= state.pos.shape[2] - held.max() - room < 16 + 16
+    tokens = whole.generate(max_new_tokens=5).tokens
+    assert (
+        tokens == pieces.generate(max_new_tokens=5).tokens and tokens[2] == alone.generate(max_new_tokens=5).tokens[0]
+    )
+
+
+def test_it_composes_with_codecs_places_representatives_and_policies():
+    model, prompts = toy_model(), [list(range(60)), list(range(30, 50))]
+    low = kvjax.read(model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32)
+    for row in range(2):
+        assert sum(len(held[row][0]) for held in low.kept_positions()) == 3 * 12
+    assert low.bytes["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
+    policy = kvjax.read(model, prompts, "cake:budget=12,window=4 + h2o:heavy=4,recent=3", room=32)
+    assert [state.pos.shape[2] for state in policy.cache.layers] == [8] * 3
+    assert all(len(head) <= 7 for held in policy.kept_positions() for row in held for head in row)
+
+
+def test_wrong_values_say_so():
+    for fields, says in (({"budget": 32}, "budget=32; use 33 or more"), ({"tau1": 0}, "tau1 and tau2 must be above 0")):
+        with pytest.raises(KvjaxError, match=says):
+            kvjax.zoo.cake(**fields)
+    method = kvjax.Method(select=kvjax.zoo.cake().select, shares=Preference())
+    ratio = dataclasses.replace(method.select, budget=Ratio(0.5))
+    with pytest.raises(KvjaxError, match="grows with the text"):
+        dataclasses.replace(method, select=ratio).bind(layer.spec()).shares(jnp.ones((1, 1)), jnp.array([90]))

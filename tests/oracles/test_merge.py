@@ -1,0 +1,194 @@
+"""Merging against its oracle, its hand-made examples, and what must hold for every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.select.merge import nearest
+from kvjax.cache.select.scorers import Scores
+from kvjax.cache.select.select import Choice
+from kvjax.cache.select.units import gather
+from kvjax.core.attention import attend_dense, merge
+from kvjax.core.random import draw
+from kvjax.core.rope import Rope
+from kvjax.core.types import Block
+from kvjax.methods.cam import Spread
+from kvjax.methods.d2o import D2O
+from kvjax.methods.merging import IntoValues
+from tests.oracles import merge as oracle
+
+B, K, G, T, H = 3, 2, 2, 12, 8
+LENGTHS = (12, 1, 9)
+KEPT = (5, 1, 4)
+RULES = [D2O(), D2O("paper", count=True), IntoValues(), IntoValues(0.1, 0.4), Spread(2, seed=3)]
+SPEC = LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=None, rope=Rope(H))
+
+
+def ragged(seed=0, padding=0.0) -> tuple[Block, Choice]:
+    """Rows of 12, 1 and 9 tokens, of which each head keeps 5, 1 and 4 by chance, and scores that are positive."""
+    rng = np.random.default_rng(seed)
+    k, v = rng.normal(size=(2, B, K, T, H))
+    received = rng.uniform(0.1, 1.0, size=(B, K, T))
+    slots = np.full((B, K, max(KEPT)), -1)
+    pos = np.full((B, 1, T), -1)
+    for b, n in enumerate(LENGTHS):
+        pos[b, 0, :n] = np.arange(n)
+        k[b, :, n:], v[b, :, n:], received[b, :, n:] = padding, padding, -np.inf
+        for h in range(K):
+            slots[b, h, : KEPT[b]] = np.sort(rng.permutation(n)[: KEPT[b]])
+    block = Block(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), jnp.asarray(pos, jnp.int32))
+    kv = jnp.asarray(received, jnp.float32)
+    return block, Choice(jnp.asarray(slots, jnp.int32), Scores(kv[:, :, None], kv))
+
+
+def merged(rule, block: Block, choice: Choice, jitted: bool = True) -> Block:
+    """What the rule makes of a choice."""
+
+    def run(block: Block, choice: Choice) -> Block:
+        return rule(block, gather(block, choice.slots), choice, SPEC)
+
+    return (jax.jit(run) if jitted else run)(block, choice)
+
+
+def by_oracle(rule, k, v, kept, received):
+    """One row by its oracle: keys, values [K n H], and how many tokens each slot stands for [K n], if it says."""
+    if isinstance(rule, D2O):
+        keys, values, number = oracle.d2o(k, v, kept, rule.rule)
+        return keys, values, number if rule.count else None
+    keys = np.stack([k[h][kept[h]] for h in range(K)])
+    if isinstance(rule, IntoValues):
+        values = [oracle.merging(k[h], v[h], kept[h], rule.threshold, rule.fraction) for h in range(K)]
+        return keys, np.stack(values), None
+    index = np.broadcast_arrays(0, np.arange(K)[:, None], np.arange(k.shape[1])[None])
+    chance = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
+    values = [oracle.cam(v[h], kept[h], received[h], rule.window, chance[h]) for h in range(K)]
+    return keys, np.stack(values), None
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_it_is_its_oracle(rule):
+    block, choice = ragged(padding=1e4)
+    got = merged(rule, block, choice)
+    for b, (n, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+        k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.kv))
+        slots = [list(map(int, head[:kept])) for head in np.asarray(choice.slots[b])]
+        keys, values, number = by_oracle(rule, k, v, slots, received)
+        np.testing.assert_allclose(got.k[b, :, :kept], keys, atol=2e-6)
+        np.testing.assert_allclose(got.v[b, :, :kept], values, atol=2e-6)
+        assert (got.bias is None) == (number is None)
+        if number is not None:
+            np.testing.assert_allclose(got.bias[b, :, :kept], np.log(number), atol=1e-6)
+    assert (np.abs(got.v - gather(block, choice.slots).clean().v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_padding_and_compiling_change_nothing_and_positions_stay(rule):
+    want = merged(rule, *ragged())
+    np.testing.assert_array_equal(want.pos, gather(ragged()[0], ragged()[1].slots).pos)
+    for padding in (1e4, np.inf, np.nan):
+        jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=padding)), want)
+    eager = merged(rule, *ragged(), jitted=False)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), eager, want)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
+    block, choice = ragged()
+    every = dataclasses.replace(block, pos=jnp.broadcast_to(block.pos, (B, K, T)))
+    got = merged(rule, block, choice._replace(slots=every.pos))
+    np.testing.assert_array_equal(got.pos, every.pos)
+    np.testing.assert_array_equal(got.k, every.k)
+    np.testing.assert_array_equal(got.v, every.v)
+    assert got.bias is None or not np.any(got.bias)
+
+
+@pytest.mark.parametrize("rule", [D2O("paper", count=True), IntoValues(), IntoValues(0.1, 0.4)], ids=str)
+def test_the_order_of_lost_tokens_does_not_matter(rule):
+    block, choice = ragged()
+    block, choice = jax.tree.map(lambda x: x[:1], (block, choice))
+    kept = gather(block, choice.slots)
+    order = np.arange(T)
+    lost = sorted(set(range(T)) - set(np.asarray(choice.slots[0]).ravel().tolist()))
+    order[lost] = lost[::-1]
+    assert len(lost) > 1
+    turned = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
+    got = rule(turned, kept, choice, SPEC)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, rule(block, kept, choice, SPEC))
+
+
+def test_many_tokens_are_compared_a_block_at_a_time():
+    block, choice = ragged(padding=np.nan)
+    kept = gather(block, choice.slots)
+    at_once, by_five = (nearest(block, kept, choice, n) for n in (256, 5))
+    np.testing.assert_array_equal(by_five.mask, at_once.mask)
+    np.testing.assert_array_equal(by_five.slot, at_once.slot)
+    np.testing.assert_allclose(by_five.cosine, at_once.cosine, atol=1e-6)
+
+
+def by_hand(k, v, slots) -> tuple[Block, Choice]:
+    """One row with one head."""
+    k, v = (jnp.asarray(x, jnp.float32)[None, None] for x in (k, v))
+    pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
+    same = jnp.ones(pos.shape)
+    return Block(k, v, pos), Choice(jnp.asarray(slots, jnp.int32)[None, None], Scores(same[:, :, None], same))
+
+
+def test_merging_by_hand():
+    block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
+    got = merged(IntoValues(), block, choice)
+    np.testing.assert_allclose(got.v[0, 0], [[1.4776, 0.5224], [0, 1]], atol=5e-5)
+    np.testing.assert_array_equal(got.k, block.k[:, :, :2])
+
+
+@pytest.mark.parametrize("rule", ["authors", "paper"])
+def test_two_equal_keys_by_hand(rule):
+    block, choice = by_hand([[1, 2], [1, 2]], [[2], [4]], [0])
+    got = merged(D2O(rule, count=True), block, choice)
+    np.testing.assert_allclose(got.v[0, 0], [[3]], atol=1e-6)
+    np.testing.assert_allclose(got.bias[0, 0], [np.log(2)], atol=1e-6)
+
+
+def test_cam_by_hand():
+    """All scores are equal, so the lost token's value goes for sure, half into each of the next two."""
+    block, choice = by_hand([[1]] * 5, [[1], [10], [2], [3], [4]], [0, 2, 3, 4])
+    np.testing.assert_allclose(merged(Spread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
+    np.testing.assert_allclose(merged(Spread(9), block, choice).v[0, 0, :, 0], [1, 2 + 10 / 3, 3 + 10 / 3, 4 + 10 / 3])
+
+
+READERS = {
+    "full": kvjax.zoo.full(),
+    "kcache": kvjax.zoo.kcache(n=100, device_layers=0),
+    "specache, fetched at once": kvjax.zoo.specache(8, group=1, residual=1, topk=3, speculative=False),
+    "specache": kvjax.zoo.specache(8, group=1, residual=1, topk=3),
+    "kivi": kvjax.zoo.kivi(8, group=8, residual=64),
+    "quest": kvjax.zoo.quest(budget=100, page=2, device_layers=0),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(name):
+    """Ten tokens, of which each has one or two twins: kept are five, which weigh as many times as they stand for."""
+    rng = np.random.default_rng(0)
+    twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
+    k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
+    block = Block(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
+    first_five = kvjax.zoo.sinks_and_recent(budget=5, sinks=5).select
+    layer = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
+    q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
+    fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)
+    state = layer.prefill(block, None, layer.slots(10, 16))
+    assert layer.positions(state).max() == 4
+    for t in range(3):
+        pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)
+        new = Block(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
+        block = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 2), block, new)
+        out, state, _ = layer.extend(state, q[:, :, :, t : t + 1], new, 1)
+        want = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])
+        np.testing.assert_allclose(out, want, atol=2e-2 if "specache" in name else 1e-5)

@@ -1,0 +1,155 @@
+"""Quest, and retrieval by units on which it stands: against the paper, at its limit, and slot by slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.method import Method
+from kvjax.cache.read.retrieve import Retrieve
+from kvjax.core import memory
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.quest import Boxes, quest
+from kvjax.methods.strings import method_of
+from tests.contract import layer
+from tests.oracles.quest import bound, read_by_pages
+
+unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isinstance(x, memory.Buffer))
+
+
+def oracle(d: layer.Data, **arguments) -> np.ndarray:
+    """f32[B K G STEPS H]."""
+    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    return np.stack([
+        read_by_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
+        for q, k, v, n in rows
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reader, arguments",
+    [
+        (Retrieve(Boxes(2), 2), {"page": 2, "pages": 2}),
+        (Retrieve(Boxes(3), 1, per="head"), {"page": 3, "pages": 1, "shared": True}),
+        (Retrieve(Boxes(2), 1, sinks=3, recent=4), {"page": 2, "pages": 1, "sinks": 3, "recent": 4}),
+        (Retrieve(Boxes(2), 1), {"page": 2, "pages": 1, "window": 7}),
+        (Retrieve(Boxes(1), 3, sinks=1), {"page": 1, "pages": 3, "sinks": 1}),
+    ],
+    ids=str,
+)
+def test_it_equals_the_paper(reader, arguments):
+    d = layer.data()
+    got = layer.run(Method(read=reader), d, arguments.get("window"))
+    np.testing.assert_allclose(got, oracle(d, **arguments), atol=5e-6)
+
+
+def test_the_recipe_reads_whole_pages_and_three_at_least():
+    assert quest(budget=64, page=16).read == Retrieve(Boxes(16), 3)
+    assert quest(budget=1, page=16, per="head").read == Retrieve(Boxes(16), 2, per="head")
+
+
+def test_a_page_of_two_keys_by_hand():
+    keys = jnp.array([[1.0, -2.0], [3.0, 0.0]])[None, None]
+    box = unpacked(Boxes(2).build(Block(keys, keys, jnp.arange(2, dtype=jnp.int32)[None, None])))
+    np.testing.assert_array_equal(box.low[0, 0], [[1, -2]])
+    np.testing.assert_array_equal(box.high[0, 0], [[3, 0]])
+    q = jnp.array([2.0, -1.0]).reshape(1, 1, 1, 1, 2)
+    np.testing.assert_allclose(Boxes(2).score(box, q).squeeze() * np.sqrt(2), 8, rtol=1e-6)
+    assert bound(np.array([2, -1]), np.asarray(keys[0, 0])) == 8
+
+
+def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
+    d = layer.data(2)
+    k, q = d.k[:, :, :7], d.q[:, :, :, :3]
+    pos = jnp.where(jnp.arange(7, dtype=jnp.int32) < 6, jnp.arange(7, dtype=jnp.int32), -1)
+    block = Block(k, k, jnp.broadcast_to(pos, (layer.B, 1, 7)))
+    promised = Boxes(4).score(unpacked(Boxes(4).build(block)), q)
+    s = jnp.einsum("bkgth,bksh->bkgts", q, k[:, :, :6]) / np.sqrt(layer.H)
+    assert (np.repeat(promised, 4, -1)[..., :6] >= np.asarray(s) - 1e-5).all()
+
+
+def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> Block:
+    """Of each row `count` tokens from `first` on, and `padding` behind them."""
+    at = np.arange(width)[None]
+    pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
+    take = jnp.maximum(pos, 0)[:, None, :, None]
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
+    return Block(k, v, pos[:, None])
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_what_comes_later_leaves_the_index_that_all_at_once_gives(size):
+    d, index, S = layer.data(), Boxes(size), 17
+    n = d.lengths
+    aux = index.build(tokens(d, 0 * n, n, S))
+    for count in ([5, 2, 0], [1, 1, 1], [0, 3, 1]):
+        fresh = tokens(d, n, count, max(count))
+        aux, n = index.write(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        want = index.build(tokens(d, 0 * n, n, S, 1e4))
+        jax.tree.map(np.testing.assert_array_equal, aux, want)
+
+
+HELD = {
+    "plain": (Plain(), Plain()),
+    "host": (Host(Plain()), Host(Plain())),
+    "low bits": (Kivi(4, 4, "channel", 4), Kivi(4, 4, "token", 4)),
+    "low bits on the host": (Host(Kivi(4, 4, "channel", 4)), Host(Kivi(4, 4, "token", 4))),
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
+def test_all_pages_are_all_slots_whatever_holds_them(held):
+    d = layer.data()
+    k, v = held
+    got = layer.run(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), d)
+    np.testing.assert_allclose(got, layer.run(Method(k=k, v=v), d), atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_all_pages_are_all_slots_behind_a_selection_with_a_bias(window):
+    d = layer.data()
+    method = method_of("snapkv:budget=5,window=2,kernel=3")
+    full, paged = (layer.bound(m, window) for m in (method, dataclasses.replace(method, read=Retrieve(Boxes(2), 99))))
+    outs = []
+    for bound_layer in (full, paged):
+        state = layer.prefill(bound_layer, d)
+        bias = jnp.where(state.pos >= 0, (state.pos % 3).astype(jnp.float32), 0.0)
+        outs.append(layer._stepped(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack(d))[0])
+    np.testing.assert_allclose(outs[1], outs[0], atol=5e-6)
+
+
+def test_a_chunk_reads_what_single_steps_read_kept_or_not():
+    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(2), 1, recent=1)))
+    state, steps = layer.prefill(bound_layer, d), layer.run(bound_layer.method, d)
+    for commit in (layer.STEPS, 1, 0):
+        out, _ = layer.extend(bound_layer, commit)(state, d.tokens(0, layer.STEPS))
+        count = layer.STEPS if commit == layer.STEPS else 2 - (commit == 0)
+        np.testing.assert_allclose(out[:, :, :, :count], steps[:, :, :, :count], atol=2e-6)
+
+
+def test_what_lies_in_empty_slots_does_not_matter():
+    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(4), 2)))
+    want = layer.run(bound_layer.method, d)
+    got = layer.run(bound_layer.method, d, state=layer.prefill(bound_layer, d, np.inf))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: quest(page=0), "a page holds at least 1 token, got 0"),
+        (lambda: quest(budget=0), "budget must be at least 1 token, got 0"),
+        (lambda: quest(per="layer"), "per must be 'query' or 'head', got 'layer'"),
+        (lambda: Retrieve(Boxes(2), 0), "at least 1 unit .* got units=0"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

@@ -1,0 +1,213 @@
+"""Rows in few bits against their oracle: each row by itself, packed, rotated, on the host, and under other methods."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.hold import pieces, quantise
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.hold.rows import Absmax, MinMax, Quantiser, Rows, hadamard
+from kvjax.core import attention, memory
+from kvjax.core.types import KvjaxError
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import rows as oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Quantiser):
+    """Loses nothing, so that only the rotation is left."""
+
+    def encode(self, x):
+        return x[..., :4], x[..., 4:]
+
+    def decode(self, coded):
+        return jnp.concatenate(coded, -1)
+
+
+CODECS = (Rows(MinMax(4)), Rows(MinMax(4), "hadamard"), Rows(MinMax(2), "hadamard"), Rows(Absmax()))
+
+
+def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
+    """x [2 2 S H] and queries [2 2 2 1 H]; the second row has four tokens, and nonsense behind them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2, 2, S, H)) * rng.uniform(0.1, 30, size=(2, 2, S, 1))
+    pos = np.where(np.arange(S)[None] < np.array([[S], [4]]), np.arange(S), -1)
+    x = np.where(pos[:, None, :, None] < 0, np.inf, x)
+    q = jnp.asarray(rng.normal(size=(2, 2, 2, 1, H)), dtype)
+    return jnp.asarray(x, dtype), jnp.asarray(pos, jnp.int32)[:, None], q
+
+
+def real(x, pos):
+    return np.asarray(x)[np.broadcast_to(np.asarray(pos) >= 0, x.shape[:3])]
+
+
+def test_the_example_by_hand():
+    row = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
+    coded = MinMax(4).encode(row)
+    assert quantise.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
+    assert int(coded.scale[0]) & 15 == 5
+    np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("shift", [0.0, 3.0, -3.0])
+def test_codes_are_those_of_the_formula(bits, shift):
+    x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
+    coded = MinMax(bits).encode(jnp.asarray(x))
+    codes, scales = np.asarray(quantise.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
+    for row, got, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
+        want, zero, scale = oracle.min_max(row, bits)
+        assert word & (2**bits - 1) == zero
+        near_tie = np.abs((row / scale) % 1 - 0.5) < 1e-3
+        assert ((got == want) | near_tie).all() and np.abs(got.astype(int) - want).max() <= 1
+        stored = (word & ~np.uint32(2**bits - 1)).view(np.float32)
+        assert abs(stored / scale - 1) <= 2.0 ** (bits - 23) + 1e-6
+    read = MinMax(bits).decode(coded)
+    np.testing.assert_allclose(read[-1], oracle.read_min_max(codes[-1].tolist(), zero, scale), rtol=1e-3, atol=1e-6)
+
+
+def test_eight_bits_on_either_side_of_zero():
+    x = np.asarray(np.random.default_rng(0).normal(size=(20, 8)), np.float32)
+    got = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
+    for row, read in zip(x.astype(np.float64), got, strict=True):
+        np.testing.assert_allclose(read, oracle.absmax(row), atol=1e-6)
+
+
+@pytest.mark.parametrize("quantiser", [MinMax(1), MinMax(4), Absmax()])
+@pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
+def test_rows_of_one_number(quantiser, row):
+    x = jnp.full((32,), row)
+    np.testing.assert_allclose(quantiser.decode(quantiser.encode(x)), x, rtol=1e-5)
+
+
+@pytest.mark.parametrize("H", [1, 2, 8, 64])
+def test_hadamards_matrix(H):
+    np.testing.assert_allclose(hadamard(H), oracle.sylvester(H), atol=1e-7)
+    np.testing.assert_allclose(hadamard(H) @ hadamard(H), np.eye(H), atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_read_is_what_the_codes_say(codec):
+    x, pos, q = data()
+    stored = codec.encode(x, pos)
+    held = codec.decode(stored)
+    assert np.isfinite(held).all() and held.dtype == x.dtype
+    turn = oracle.sylvester(16) if codec.rotate else np.eye(16)
+    for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
+        if isinstance(codec.quantiser, Absmax):
+            want = oracle.absmax(row)
+        else:
+            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantiser.bits))
+        step = np.ptp(row) / (2 ** getattr(codec.quantiser, "bits", 8) - 1)
+        assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
+        assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()
+    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)
+    np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, held), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, held), rtol=1e-4, atol=5e-3)
+    idx = jnp.array([[[3, 0, 3]]]).repeat(2, 0).repeat(2, 1)
+    np.testing.assert_array_equal(codec.rows(stored, idx), held[:, :, jnp.array([3, 0, 3])])
+
+
+@pytest.mark.parametrize("S", [6, 8])
+def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
+    codec = Rows(MinMax(4), "hadamard")
+    x, pos, q = data(S)
+    stored = codec.encode(x, pos)
+    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
+    whole = codec.scores(q, stored), codec.mix(p, stored)
+    monkeypatch.setattr(pieces, "CHUNK", 3)
+    monkeypatch.setattr(pieces, "PIECE", 2 * 3 * 16)
+    assert pieces.size_of(4, S, 16) == (2, 3)
+    np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
+
+
+def test_a_rotation_alone_loses_nothing():
+    x, pos, q = data()
+    turned, plain = Rows(Exact(), "hadamard"), Plain()
+    a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
+    assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
+    p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
+    for got, want in (
+        (turned.decode(a), plain.decode(b)),
+        (turned.scores(q, a), plain.scores(q, b)),
+        (turned.mix(p, a), plain.mix(p, b)),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("place", [lambda c: c, Host])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
+    codec = place(codec)
+    x, pos, _ = data(dtype=dtype)
+    x = jnp.where(pos[..., None] < 0, jnp.zeros((), dtype), x)
+    whole = codec.decode(codec.encode(x, pos))
+    empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
+    at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
+    one = jax.jit(codec.write)(empty, x[:, :, 2:3], at)
+    assert jax.tree.map(memory.kind, one) == jax.tree.map(memory.kind, empty)
+    got = jax.jit(codec.rows)(one, at[:, :, None])
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
+    assert got.dtype == dtype
+    rest = jnp.asarray(codec.decode(one)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], at].set(0)
+    assert not np.asarray(rest, np.float32).any()
+
+
+@pytest.mark.parametrize(("codec", "each"), [(CODECS[0], 16 // 2 + 4), (CODECS[2], 16 // 4 + 4), (CODECS[3], 16 + 4)])
+def test_the_bits_are_really_packed(codec, each):
+    x, pos, _ = data()
+    stored = codec.encode(x, pos)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 2 * 9 * each
+
+
+def test_head_sizes_that_fill_no_words_or_have_no_matrix_are_refused():
+    for codec, H, remedy in ((CODECS[0], 12, "more bits"), (CODECS[3], 6, "kivi"), (CODECS[1], 24, "rotate=false")):
+        with pytest.raises(KvjaxError, match=remedy):
+            codec.encode(jnp.zeros((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))
+    with pytest.raises(KvjaxError, match="bits"):
+        MinMax(3)
+    with pytest.raises(KvjaxError, match="rotate"):
+        Rows(rotate="random")
+
+
+COMPOSED = (
+    "h2o:heavy=3,recent=2",
+    "streaming_llm:recent=3,sinks=2",
+    "tova:budget=5",
+    "snapkv:budget=6,window=2,kernel=3",
+    "snapkv:budget=6,window=2,kernel=3 + recompress:every=2",
+    "kcache:n=3,device_layers=0",
+)
+
+
+@pytest.mark.parametrize("method", COMPOSED)
+def test_under_other_methods_eight_bits_change_little(method):
+    d = layer.data(5)
+    error = np.abs(layer.run(f"{method} + int8", d) - layer.run(method, d))
+    assert 0 < np.median(error) < 0.01 and error.mean() < 0.02  # a near tie may fall the other way
+
+
+def test_on_a_model_with_eviction_and_on_the_host():
+    model, prompts = toy_model(layers=1), [[5, 9, 2, 44, 8, 13], [7, 3]]
+    more = [[1, 2, 3], [4, 5, 6]]
+    outs, sizes = {}, {}
+    evicting = "snapkv:budget=4,window=2,kernel=3"
+    for held in ("", " + int4", " + int4 + offload"):
+        _, cache = kvjax.prefill(model, prompts, evicting + held, capacity=16)
+        outs[held], cache = kvjax.extend(model, more, cache)
+        sizes[held] = state_bytes(cache)
+    np.testing.assert_allclose(outs[" + int4"], outs[" + int4 + offload"], atol=1e-5)
+    error = np.asarray(outs[" + int4"] - outs[""])
+    assert 0 < error.std() < 0.2 * np.asarray(outs[""]).std()
+    moved = sizes[" + int4 + offload"]["pinned_host"]
+    assert moved > 0 and sizes[" + int4"]["device"] == sizes[" + int4 + offload"]["device"] + moved

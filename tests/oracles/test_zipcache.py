@@ -1,0 +1,188 @@
+"""ZipCache against its oracle, and what must hold for any second tier of precision."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.hold.channels import Channels
+from kvjax.cache.hold.codecs import Host
+from kvjax.cache.hold.separable import SeparableTokens
+from kvjax.cache.hold.tier import Tier
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Accumulated
+from kvjax.core.observe import Obs
+from kvjax.core.random import draw
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.zipcache import Probes
+from kvjax.testing import dense_attention, toy_model
+from tests.contract import layer
+from tests.oracles import zipcache as oracle
+from tests.oracles.eviction import attention
+
+
+def lows(d: layer.Data, b: int, share: float, probes: float, normalise: str, window=None) -> list[list[int]]:
+    """The oracle's low tier of each head of a row."""
+    n = int(d.lengths[b])
+    q, k = np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n])
+    asked = oracle.probes(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    return [oracle.lowest(s, share) for s in oracle.saliency(attention(q, k, window), asked, normalise, window)]
+
+
+@pytest.mark.parametrize("normalise", ["queries", "probes"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_it_is_its_oracle_over_chunks_of_three_decoded_tokens(normalise, window):
+    d = layer.data()
+    out = layer.run(f"zipcache:every=3,probes=0.3,normalise={normalise}", d, window)
+    for b, n in enumerate(layer.LENGTHS):
+        low = lows(d, b, 0.4, 0.3, normalise, window)
+        for t in range(layer.STEPS):
+            k, v = np.asarray(d.k[b, :, : n + t + 1]), np.asarray(d.v[b, :, : n + t + 1])
+            for h in range(layer.K):
+                q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
+                keys, values = oracle.held(k[h], v[h], n, low[h], every=3)
+                want = dense_attention(q, keys[None], values[None], np.array([n + t]), window)
+                np.testing.assert_allclose(out[b, h, :, t], want[:, 0], atol=1e-5)
+
+
+def test_the_low_tier_holds_the_least_salient_tokens_of_each_head():
+    d = layer.data(padding=np.inf)
+    bound = layer.bound("zipcache:probes=0.3")
+    state = layer.prefill(bound, d, padding=np.inf)
+    for b in range(layer.B):
+        for h, want in enumerate(lows(d, b, 0.4, 0.3, "queries")):
+            got = np.asarray(state.apart.pos[b, h])
+            assert got[got >= 0].tolist() == want
+    every = np.asarray(bound.positions(state))
+    for b, n in enumerate(layer.LENGTHS):
+        for head in every[b]:
+            assert sorted(head[head >= 0].tolist()) == list(range(n))
+
+
+def test_saliency_by_hand():
+    """Column sums 1.7, .8, .5 over 3, 2, 1 queries: the token in the middle is the least salient, not the last."""
+    a = np.array([[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.3, 0.5]])
+    np.testing.assert_allclose(oracle.saliency(a[None, None], [0, 1, 2])[0], [1.7 / 3, 0.4, 0.5])
+    # Queries and keys of three channels whose softmax is this matrix: keys are unit vectors.
+    q = np.log(np.maximum(a, 1e-9)) * np.sqrt(3)
+    pos = jnp.arange(3, dtype=jnp.int32)[None]
+    block = Block(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
+    seen = Obs(jnp.asarray(q, jnp.float32)[None, None, None], pos)
+    scores = Probes(share=1.0).scores(block, seen, layer.spec(head_dim=3)).kv
+    np.testing.assert_allclose(scores[0, 0], [0.5667, 0.4, 0.5], atol=1e-4)
+
+
+def test_a_draw_depends_on_the_position_alone():
+    """Of 40 queries four are probes, two of them by chance; another seed draws others, a longer row's padding none."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(1, 1, 1, 64, 4)), jnp.float32)
+
+    def positions(probes: Probes, width: int) -> list[int]:
+        pos = np.where(np.arange(width) < 40, np.arange(width), -1)
+        found = probes._probes(Obs(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        return [int(p) for p in found if p >= 0]
+
+    alone = positions(Probes(), 40)
+    assert len(alone) == 4 and alone[2:] == [38, 39]
+    assert positions(Probes(), 64) == alone != positions(Probes(seed=1), 40)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
+def test_two_exact_tiers_are_the_full_cache(reader, window):
+    d = layer.data()
+    exact = dataclasses.replace(kvjax.parse(reader), apart=Tier(Accumulated(), 0.4))
+    np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
+
+
+def test_without_a_low_tier_it_is_the_high_codec_alone():
+    d = layer.data()
+    alone = Method(k=Channels(4, 3), v=SeparableTokens(4, 3))
+    got = layer.run(dataclasses.replace(alone, apart=Tier(Probes(), 0.0, Channels(2), SeparableTokens(2))), d)
+    np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [Channels, SeparableTokens])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
+    x = np.random.default_rng(0).normal(size=(2, 1, 6, 5)).astype(np.float32)
+    x[:, :, :, 2] = 0.0
+    x[1] = 3.0 if codec is Channels else 0.0
+    x, pos = jnp.asarray(x, dtype), jnp.asarray([[[0, 1, 2, 3, -1, -1]], [[0, 1, -1, -1, -1, -1]]], jnp.int32)
+    dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
+    codec = codec(8)
+    back = codec.decode(codec.encode(dirty, pos))
+    assert back.dtype == dtype and np.isfinite(np.asarray(back, np.float32)).all()
+    np.testing.assert_array_equal(back[1, :, :2], x[1, :, :2])
+    np.testing.assert_array_equal(back[0, :, :4, 2], jnp.zeros((1, 4), dtype))
+    np.testing.assert_allclose(np.asarray(back[0, :, :4], np.float32), np.asarray(x[0, :, :4], np.float32), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "codec", [Channels(2, 3), SeparableTokens(4, 3), Host(Channels(4, 3)), Host(SeparableTokens(2, 3))]
+)
+def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_codes(codec):
+    """Rows of 5 and of 2 tokens, and seven more of each; channels that do not fill a word."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 12, 5)), jnp.float32)
+    lengths = jnp.asarray([5, 2], jnp.int32)
+    slot = jnp.arange(12, dtype=jnp.int32)[None]
+    pos = jnp.where(slot < lengths[:, None], slot, -1)[:, None]
+    write = jax.jit(codec.write)
+
+    stored = codec.encode(x, pos)
+    for t in range(7):
+        at = lengths[:, None] + t
+        new = jnp.take_along_axis(x, at[:, None, :, None], 2)
+        stored = write(stored, new, at)
+    decoded = codec.decode(stored)
+    idx = jnp.asarray([[[11, 0, 4], [7, 7, 2]], [[8, 1, 0], [3, 5, 6]]], jnp.int32)
+    np.testing.assert_array_equal(codec.rows(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
+    inner = codec.on_device()
+    rule = oracle.channels if isinstance(inner, Channels) else oracle.separable
+    for b, n in enumerate((5, 2)):
+        for h in range(2):
+            want = np.asarray(x[b, h, : n + 7], np.float64)
+            for part in (slice(0, n), slice(n, n + 3), slice(n + 3, n + 6)):
+                want[part] = rule(want[part], inner.bits)
+            np.testing.assert_allclose(decoded[b, h, : n + 7], want, atol=2e-6)
+
+
+def test_bits_are_really_packed():
+    """Of 64 tokens in 2 heads of 32 channels: 4 bits a code, and what is shared."""
+    x, pos = jnp.ones((1, 2, 64, 32)), jnp.arange(64, dtype=jnp.int32)[None, None]
+    counts = 2 * 4
+    codes = 2 * 64 * 32 * 4 // 8
+    assert state_bytes(Channels(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
+    assert state_bytes(SeparableTokens(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
+
+
+def test_a_ragged_batch_generates_what_each_row_generates_alone():
+    """Over a selection with merging too, and from the host."""
+    model, rng = toy_model(), np.random.default_rng(0)
+    prompts = [rng.integers(0, 97, n).tolist() for n in (21, 3, 14)]
+    method = "accumulated:budget=12,recent=4 + d2o:count=true + zipcache:every=4,probes=0.2 + offload"
+    together = kvjax.generate(model, prompts, method, max_new_tokens=10).tokens
+    assert together == [kvjax.generate(model, [p], method, max_new_tokens=10).tokens[0] for p in prompts]
+
+
+def test_what_has_no_meaning_is_refused():
+    for text, why in {
+        "zipcache + h2o": "slot `decode`",
+        "zipcache + kivi": "both fill the slot `k`",
+        "zipcache:share=1": "share of the low tier",
+        "zipcache:low=3": "bits must be 1, 2, 4 or 8",
+        "zipcache:probes=0": "share of probes",
+        "zipcache:normalise=all": "normalise must be",
+    }.items():
+        with pytest.raises(KvjaxError, match=why):
+            layer.bound(text)
+    with pytest.raises(KvjaxError, match="holds a prompt and nothing after it"):
+        codec = Channels(4)
+        x, at = jnp.ones((1, 1, 4, 8)), jnp.zeros((1, 1), jnp.int32)
+        codec.write(codec.encode(x, jnp.arange(4, dtype=jnp.int32)[None, None]), x[:, :, :1], at)

@@ -1,0 +1,52 @@
+"""The code in README and CONTRIBUTING runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.methods.catalogue import RECIPES
+from kvjax.testing import toy_model
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+WRITTEN = {
+    "value_norm": "value_norm:budget=8 + kvcrush + kivi:bits=4,group=4,residual=4",
+    "last_tokens": "last_tokens:recent=6 + offload",
+    "half": "half + kcache:n=4",
+}
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+@pytest.fixture
+def clean_catalogue():
+    before = dict(RECIPES)
+    yield
+    for name in set(RECIPES) - set(before):
+        del RECIPES[name]
+
+
+@pytest.mark.parametrize(
+    "code", [b for page in ("README.md", "CONTRIBUTING.md") for b in blocks(page) if "@recipe" in b]
+)
+def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
+    before = set(RECIPES)
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+    (name,) = set(RECIPES) - before
+    model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
+    for method in (name, WRITTEN[name]):
+        together = kvjax.generate(model, prompts, method, max_new_tokens=4).tokens
+        assert together[1] == kvjax.generate(model, prompts[1:], method, max_new_tokens=4).tokens[0]
+
+
+def test_the_first_steps_of_the_readme(tmp_path):
+    (code,) = [b for b in blocks("README.md") if 'kvjax.load("testbed")' in b]
+    values = {"long_text": "import os\n" * 40}
+    exec(compile(code, "document", "exec"), values)
+    assert values["out"].tokens_per_second > 0 and values["context"].bytes["pinned_host"] > 0
