@@ -6,13 +6,11 @@ import argparse
 import dataclasses
 import inspect
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
+from kvjax.core.program import use_compilation_cache
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
@@ -29,13 +27,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
     return 0
-
-
-def use_compilation_cache() -> None:
-    """Compiled programs are kept on disk, in $KVJAX_CACHE or the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", os.environ.get("KVJAX_CACHE") or str(Path(base) / "kvjax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from kvjax.cache.read.reader import Reader, Reading
 from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
 from kvjax.cache.select.select import Select, selecting
-from kvjax.cache.select.shares import LayerShares
+from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
@@ -26,6 +26,7 @@ __all__ = [
     "Bytes",
     "Codec",
     "Full",
+    "HeadShares",
     "Host",
     "IncompatibleMethod",
     "KVMethod",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ from typing import Any
 import jax
 
 _ALL: list[Program] = []
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept on disk, in $KVJAX_CACHE or the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("KVJAX_CACHE") or str(Path(base) / "kvjax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def forget() -> None:

@@ -16,6 +16,9 @@ from kvjax.methods.trial import Trial, selected
         "accumulated:budget=100,recent=2,normalise=visible,decay=0.9",
         selected(5),
     ),
+    formula="score_s = sum over the prompt's queries t >= s of decay^(T - 1 - t) softmax(q_t k_s), mean over a "
+    "head's query heads",
+    example="accumulated:budget=512,recent=256",
 )
 def accumulated(
     budget: int = 1024,

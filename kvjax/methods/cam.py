@@ -38,17 +38,22 @@ class Spread:
     def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
         block, kept = block.clean(), kept.clean()
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
-        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
-        slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
-        worth = jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
-        number, worth = (_at(_ahead(x, self.window), following) for x in (held.astype(jnp.float32), worth))
-        parts = jnp.maximum(number, 1.0)
-        likely = _chance(self.seed, spec, block.pos, lost.shape) * (worth / parts) < choice.scores.kv
-        slot = jnp.where(lost & likely & (number > 0), following, n)
-        begun = arriving(block.v.astype(jnp.float32) / parts[..., None], slot, n)
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
+        number, mean = (_at(x, following) for x in self._windows(choice, held))
+        # Not as a quotient: where the mean is 0, any attention is enough.
+        likely = _chance(self.seed, spec, block.pos, lost.shape) * mean < choice.scores.kv
+        part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
+        begun = arriving(part, jnp.where(lost & likely & (number > 0), following, n), n)
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
+
+    def _windows(self, choice: Choice, held: Array) -> tuple[Array, Array]:
+        """Of the kept tokens from each slot on, in the window: how many there are, and their mean score; f32[B K n]."""
+        slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
+        scores = jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
+        number = _ahead(held.astype(jnp.float32), self.window)
+        return number, _ahead(scores, self.window) / jnp.maximum(number, 1.0)
 
 
 def _ahead(x: Array, window: int) -> Array:

@@ -103,6 +103,10 @@ class H2O(Policy):
         constant(6, marks=4),
         name="one set per layer",
     ),
+    formula="score_s = sum over queries t >= s of softmax over what is held; over budget, the lowest outside "
+    "the last `recent` leaves",
+    differs="The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.",
+    example="h2o:heavy=256,recent=256",
 )
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +13,7 @@ from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.cache.read.reader import Reader, Reading, cut, joined
+from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
 from kvjax.cache.read.retrieve import slots_of_queries
 from kvjax.cache.read.ring import Ring
 from kvjax.core import memory
@@ -28,12 +26,9 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 @pytree
 class Recent:
-    """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by.
+    """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by."""
 
-    The first P places hold the sinks, the others are a ring of the latest slots.
-    """
-
-    k: memory.Buffer  # [B K P H] after RoPE
+    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `Ring`
     v: memory.Buffer  # [B K P H]
     mass: Array  # f32[B K G P], attention received while inside the window
     formed: Array  # i32[B], blocks so far
@@ -61,15 +56,14 @@ class Blocks(Reader):
     had them in their window. A lookup compares it with the mean query of the chunk at the far angle, summed over all
     heads: one set per layer, or per key/value head with per_head.
 
-    Rows of all tokens lie with the method's codecs; those of a block are fetched from there. Behind a selection the
-    prompt's attention is exact, "latest" counts the tokens that are left, and since nobody has watched their mass, the
-    key of a block of the prompt is the mean over all of its tokens.
+    Rows of all tokens lie with the method's codecs, where those of a block are fetched. Behind a selection the prompt's
+    attention is exact, "latest" counts the tokens that are left, and since nobody has watched their mass, the key of a
+    block of the prompt is the mean over all of its tokens.
 
-    What differs from the authors' code: blocks are always fetched (no LRU cache of blocks on the device); per_head sums
-    over the query heads of a key/value head instead of giving each its own set; of equal scores the older block comes
-    first; a chunk is what one call brings (longer calls are cut every `chunk` tokens), and tokens of a call that are
-    not kept are looked up for as a chunk of their own. So a chunk of T tokens equals T single steps as long as all
-    blocks are taken, and differs as the paper's chunks do when there are more: they share one lookup.
+    A chunk is what one call brings (longer calls are cut every `chunk` tokens), and its tokens share one lookup: it
+    equals single steps as long as all blocks are taken, not when there are more, as in the paper. Tokens of a call that
+    are not kept make a chunk of their own. What differs from the authors' code: blocks are always fetched (no LRU cache
+    on the device); per_head sums over the query heads of a key/value head; of equal scores the older block comes first.
     """
 
     block: int = 128
@@ -104,14 +98,12 @@ class Blocks(Reader):
         return Recent(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, formed, keys)
 
     def write(self, aux: Recent, fresh: Block, at: Array, spec: LayerSpec) -> Recent:
-        B, K, G, P = aux.mass.shape
-        ring = self._ring_of(P)
+        ring = self._ring_of(aux.mass)
         slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
-        place = jnp.where(fresh.pos >= 0, ring.place(slot), P)  # padding is dropped
-        row, head, group = (
-            jnp.arange(n).reshape([n if a == i else 1 for a in range(4)]) for i, n in enumerate((B, K, G))
-        )
-        mass = aux.mass.at[row, head, group, place[:, :, None]].set(0.0, mode="drop")
+        place = jnp.where(fresh.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
+        n = at[:, 0] + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        new = ring.slots(n, self._first(aux.formed)) >= at[:, :, None]
+        mass = jnp.where(new[:, :, None], 0.0, aux.mass)
         k, v = ring.put(aux.k, fresh.k, place), ring.put(aux.v, fresh.v, place)
         return dataclasses.replace(aux, k=k, v=v, mass=mass)
 
@@ -123,32 +115,30 @@ class Blocks(Reader):
         aux = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
         far_q = rope.turn_queries(rope.bare_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
         near = self._near(state, aux)
-        old = [(self._left(layer, near, aux.formed, q.shape[3]), None)]
-        if aux.keys is not None:
-            asking = {True: kept} if guessed is None else {True: kept, False: (q_pos >= 0) & ~kept}
-            old += [(self._recall(layer, state, aux, far_q, some), whose) for whose, some in asking.items()]
+        left = self._left(layer, state, aux, near, q.shape[3])
+        found = [] if aux.keys is None else [self._recall(layer, state, aux, far_q, kept)]
+        if found and guessed is not None:
+            found.append(self._recall(layer, state, aux, far_q, (q_pos >= 0) & ~kept))
 
-        def attend(q: Array, far_q: Array, t: Array) -> tuple[Partial, Array]:
+        def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
             own = own_slots(t)
-            ours = (own < n)[:, None, None, :, None]
-
-            def weighed(tokens: Tokens, q: Array, allowed: Callable[[Array], Array]) -> tuple[Array, Partial]:
-                behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
-                seen = visible(tokens.block.pos, t, layer.spec.window) & allowed(behind)
-                p, m, l = weights(jnp.where(seen, _logits(q, tokens.block), NEG))
-                return p, Partial(mix(p, tokens.block.v), m, l)
-
-            p, part = weighed(near, q, lambda behind: behind < self.local)
+            kept = (own < n)[:, None, None, :, None]
+            p, part = _weighed(q, near.block, self._sees(layer, near, t, own)[0])
             total = part
-            for tokens, whose in old:
-                audience = True if whose is None else ours == whose
-                far = weighed(tokens, far_q, lambda behind, audience=audience: (behind >= self.local) & audience)[1]
-                total = combine(total, far)
+            for tokens, asked in ((left, True), *zip(found, (kept, ~kept), strict=False)):
+                seen = self._sees(layer, tokens, t, own)[1] & asked
+                total = combine(total, _weighed(far_q, tokens.block, seen)[1])
             share = jnp.exp(part.m - total.m) / jnp.maximum(total.l, 1e-30)
-            return total, jnp.where(ours, p * share[..., None], 0.0).sum(3)
+            return total, jnp.where(kept, p * share[..., None], 0.0).sum(3, keepdims=True)
 
-        part, mass = _by_queries(attend, q, far_q, q_pos)
-        return Reading(part, dataclasses.replace(aux, mass=aux.mass + mass), carry=carry)
+        part, mass = by_query_blocks(attend, q, q_pos, 64, far_q)  # of mass, one sum for each block of queries
+        return Reading(part, dataclasses.replace(aux, mass=aux.mass + mass.sum(3)), carry=carry)
+
+    def _sees(self, layer: Any, tokens: Tokens, t: Array, own: Array) -> tuple[Array, Array]:
+        """Which tokens queries at t i32[B T], in slots own i32[B T], see as recent ones and which as old ones."""
+        behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
+        inside = visible(tokens.block.pos, t, layer.spec.window)
+        return inside & (behind < self.local), inside & (behind >= self.local)
 
     def _ring(self, slots: int) -> Ring:
         """Places for recent tokens, of a layer of so many slots: whole blocks, so that none wraps around.
@@ -158,8 +148,8 @@ class Blocks(Reader):
         most = self.local + self.block - 1 + 2 * self.chunk
         return Ring(self.sinks, -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block)
 
-    def _ring_of(self, places: int) -> Ring:
-        return Ring(self.sinks, places - self.sinks)
+    def _ring_of(self, mass: Array) -> Ring:
+        return Ring(self.sinks, mass.shape[3] - self.sinks)
 
     def _first(self, blocks: Array) -> Array:
         """The slot behind so many blocks."""
@@ -175,8 +165,7 @@ class Blocks(Reader):
             mean = jnp.where((i < formed)[:, None, None], spec.rope.bare(k, pos).mean(2), 0.0)
             return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
 
-        zeros = jnp.zeros((B, K, spec.groups, most, H), block.k.dtype)
-        return lax.fori_loop(0, formed.max(), add, zeros)
+        return lax.fori_loop(0, formed.max(), add, jnp.zeros((B, K, spec.groups, most, H), block.k.dtype))
 
     def _form(self, layer: Any, state: LayerState, n: Array) -> Recent:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
@@ -203,9 +192,9 @@ class Blocks(Reader):
 
     def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:
         """f32[B K G H]: the key of the block of this number i32[B], whose tokens are still in the ring."""
-        B, K, _, P = state.aux.mass.shape
+        B, K = state.aux.mass.shape[:2]
         slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
-        place = jnp.broadcast_to(self._ring_of(P).place(slot), (B, K, self.block))
+        place = jnp.broadcast_to(self._ring_of(state.aux.mass).place(slot), (B, K, self.block))
         bare = layer.spec.rope.bare(memory.rows(state.aux.k, place), _of(state.pos, slot))
         mass = jnp.take_along_axis(state.aux.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
@@ -213,20 +202,18 @@ class Blocks(Reader):
 
     def _near(self, state: LayerState, aux: Recent) -> Tokens:
         """Sinks and ring, as they came."""
-        slot = self._ring_of(aux.mass.shape[3]).slots(state.n, self._first(aux.formed))
+        slot = self._ring_of(aux.mass).slots(state.n, self._first(aux.formed))
         return _tokens(state, memory.unpack(aux.k), memory.unpack(aux.v), slot)
 
-    def _left(self, layer: Any, near: Tokens, formed: Array, fresh: int) -> Tokens:
+    def _left(self, layer: Any, state: LayerState, aux: Recent, near: Tokens, fresh: int) -> Tokens:
         """Sinks, and what is left behind the last block and may lie outside the window of one of so many queries."""
-        ring = self._ring_of(near.slot.shape[2])
+        ring = self._ring_of(aux.mass)
         count = min(self.block - 1 + fresh, ring.size)
-        recent = ring.place(self._first(formed)[:, None] + jnp.arange(count, dtype=jnp.int32)[None])
+        recent = ring.place(self._first(aux.formed)[:, None] + jnp.arange(count, dtype=jnp.int32)[None])
         early = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
         place = jnp.concatenate([early, recent], 1)[:, None]
-        block = near.block
-        k, v = memory.take(block.k, place), memory.take(block.v, place)
-        pos, bias = _of(block.pos, place), None if block.bias is None else _of(block.bias, place)
-        return Tokens(Block(layer.spec.rope.bare(k, pos), v, pos, bias), _of(near.slot, place))
+        k, v = memory.take(near.block.k, place), memory.take(near.block.v, place)
+        return _far(layer, _tokens(state, k, v, _of(near.slot, place)))
 
     def _recall(self, layer: Any, state: LayerState, aux: Recent, far_q: Array, asking: Array) -> Tokens:
         """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
@@ -235,17 +222,15 @@ class Blocks(Reader):
         mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
         score = jnp.einsum("bkgh,bkgnh->bkn", mean, aux.keys.astype(jnp.float32))
         score = score if self.per_head else over_heads.sum(score)
-        number = jnp.arange(N, dtype=jnp.int32)[None, None]
-        score = jnp.where(number < aux.formed[:, None, None], score, -jnp.inf)
+        there = jnp.arange(N, dtype=jnp.int32)[None, None] < aux.formed[:, None, None]
+        score = jnp.where(there, score, -jnp.inf)
         best, chosen = lax.top_k(score, min(self.topk, N))  # [B K|1 n]
         slot = self._first(chosen)[..., None] + jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
             k, v = layer.k.rows(state.k, at), layer.v.rows(state.v, at)
-        found = _tokens(state, k, v, slot)
-        bare = layer.spec.rope.bare(k, found.block.pos)
-        return found._replace(block=dataclasses.replace(found.block, k=bare).clean())
+        return _far(layer, _tokens(state, k, v, slot))
 
 
 def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
@@ -255,6 +240,12 @@ def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
     return Tokens(Block(k, v, pos, bias), slot)
 
 
+def _far(layer: Any, tokens: Tokens) -> Tokens:
+    """The same as far tokens: keys without RoPE, and zeros where there is no token."""
+    bare = layer.spec.rope.bare(tokens.block.k, tokens.block.pos)
+    return tokens._replace(block=dataclasses.replace(tokens.block, k=bare).clean())
+
+
 def _of(x: Array, at: Array) -> Array:
     """x [B 1|K S] at i32[B 1|K n], clipped -> [B 1|K n]."""
     heads = max(x.shape[1], at.shape[1])
@@ -262,32 +253,20 @@ def _of(x: Array, at: Array) -> Array:
     return jnp.take_along_axis(x, at, 2, mode="clip")
 
 
-def _logits(q: Array, block: Block) -> Array:
+def _weighed(q: Array, block: Block, seen: Array) -> tuple[Array, Partial]:
+    """Queries [B K G T H] over what they see of a block: (unnormalised weights f32[B K G T n], attention)."""
     s = scores(q, block.k)
-    return s if block.bias is None else s + block.bias[:, :, None, None]
-
-
-def _by_queries(attend: Callable, q: Array, far_q: Array, t: Array, n: int = 64) -> tuple[Partial, Array]:
-    """attend(q, far_q, t) -> (part, mass), n queries at a time: memory grows with n x S. mass is summed."""
-    T = t.shape[1]
-    if T <= n:
-        return attend(q, far_q, t)
-    pieces = (cut(q, 3, n), cut(far_q, 3, n), cut(t, 1, n, -1))
-    like = jax.eval_shape(attend, *jax.tree.map(lambda x: x[0], pieces))[1]
-
-    def step(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, Partial]:
-        part, mass = attend(*piece)
-        return total + mass, part
-
-    mass, parts = lax.scan(step, jnp.zeros(like.shape, like.dtype), pieces)
-    return jax.tree.map(functools.partial(joined, T=T), parts), mass
+    if block.bias is not None:
+        s = s + block.bias[:, :, None, None]
+    p, m, l = weights(jnp.where(seen, s, NEG))
+    return p, Partial(mix(p, block.v), m, l)
 
 
 def _bytes(x: Sizes) -> Bytes:
     """Rows of all tokens on the host; on the device 1 sink, a ring of 14, their mass, and the keys of 9 blocks."""
     places, blocks = 15, (x.S - 1 - 4) // 2
-    mass, keys = 4 * x.B * x.K * x.G * places, x.G * x.rows(blocks)
-    return Bytes(2 * x.rows(places) + mass + keys + x.positions(x.S) + 2 * x.per_row(), 2 * x.rows(x.S))
+    recent = 2 * x.rows(places) + 4 * x.B * x.K * x.G * places + x.G * x.rows(blocks)
+    return Bytes(recent + x.positions(x.S) + 2 * x.per_row(), 2 * x.rows(x.S))
 
 
 @recipe(
@@ -300,6 +279,7 @@ def _bytes(x: Sizes) -> Bytes:
     formula="key(block) = mean of the keys without RoPE of its tokens with the most attention mass; "
     "score(block) = mean query of the chunk at the far angle times key(block), summed over heads",
     differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device.",
+    example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128",
 )
 def infllm(
     block: int = 128,

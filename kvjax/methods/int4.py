@@ -26,6 +26,7 @@ def _on_host(x: Sizes) -> Bytes:
     formula="x = row H / sqrt(d); s = (max x - min x) / 15, z = round(-min x / s), code = round(x / s + z), "
     "x' = (code - z) s",
     differs="A row of one sign has zero taken into its range, as in QuaRot; vLLM's formula would clip it.",
+    example="int4",
 )
 def int4(rotate: bool = True) -> Method:
     """Every token's key and value of a head in 4 bits with a scale of its own, and coded only once, when it comes.

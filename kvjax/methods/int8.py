@@ -17,6 +17,7 @@ def _bytes(x: Sizes) -> Bytes:
     "vLLM, kv_cache_dtype int8_per_token_head",
     Trial("int8", "", _bytes),
     formula="s = max |x| / 127, code = round(x / s), x' = code s",
+    example="int8",
 )
 def int8() -> Method:
     """Every token's key and value of a head in 8 bits with a scale of its own, and coded only once, when it comes.

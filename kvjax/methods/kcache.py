@@ -76,6 +76,10 @@ def _bytes(x: Sizes) -> Bytes:
         _bytes,
         name="one set per head",
     ),
+    formula="p = softmax(q_t k_s / sqrt(H)) over all s <= t; out = sum of p_s v_s over the n largest p_s",
+    differs="The paper's formula leaves the weights as they are, its text suggests dividing by their sum: "
+    "renormalise. We know of no public code.",
+    example="kcache:n=32",
 )
 def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> Method:
     """Keys on the device, values in pinned host memory; exact scores, and only the n heaviest values are fetched.

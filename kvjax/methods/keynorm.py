@@ -27,6 +27,8 @@ class KeyNorm(Scorer):
 @recipe(
     "Devoto et al. 2024, arXiv 2406.11430",
     Trial("keynorm:budget=5,per=layer", "keynorm:budget=100,per=layer", selected(5, per_head=False)),
+    formula="score_s = -|k_s|",
+    example="keynorm:budget=512,sinks=4,recent=64",
 )
 def keynorm(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
     """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""

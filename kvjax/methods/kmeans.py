@@ -97,6 +97,10 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
         "snapkv:budget=100,window=2,kernel=3 + kmeans:share=0.5,iterations=2",
         selected(7),
     ),
+    formula="representatives: of each cluster of the lost tokens (Lloyd's iterations over their keys) the one "
+    "nearest to its centroid",
+    differs="The paper does not say what is clustered.",
+    example="snapkv:budget=512 + kmeans",
 )
 def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
     """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.

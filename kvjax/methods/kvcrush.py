@@ -133,6 +133,12 @@ _PAGES = "accumulated:budget={},recent=2,sinks=2,unit=page2 + kvcrush:share=0.5,
         selected(7),
     ),
     Trial(_PAGES.format(8), _PAGES.format(100), selected(8), name="pages"),
+    formula="bit_h(s) = whether token s is in head h's better half; representatives: one of each bucket of "
+    "equal count in the order of the Hamming distance to an anchor",
+    differs="The paper's rule for buckets cannot be followed with a single anchor (fewer distances than "
+    "buckets); the three rules that one can mean are given, and OpenVINO's is rule=stride with "
+    "bits=positions.",
+    example="snapkv:budget=512 + kvcrush",
 )
 def kvcrush(
     share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0

@@ -37,11 +37,10 @@ def verdict(a: str, b: str) -> Verdict:
     except IncompatibleMethod as alone:
         if method.select is not None:
             return Verdict(False, str(alone))
-        reason = str(alone)
     try:
         compose(parse(SELECTION), method).bind(LAYER)
-    except IncompatibleMethod:
-        return Verdict(False, reason)
+    except IncompatibleMethod as over_selection:
+        return Verdict(False, str(over_selection))
     return Verdict(True, over_selection=True)
 
 

@@ -14,6 +14,10 @@ from kvjax.methods.trial import Trial, selected
     Trial(
         "pyramidkv:budget=6,window=2,kernel=3,pool=avg", "pyramidkv:budget=100,window=2,kernel=3,pool=avg", selected(6)
     ),
+    formula="tokens of layer l fall linearly from 2 b - b / beta to b / beta, b the budget without the window; "
+    "scores as in snapkv",
+    differs="rule=authors has the integers of the authors' code, rule=peer kvpress' floating-point form.",
+    example="pyramidkv:budget=512",
 )
 def pyramidkv(
     budget: int = 1024,

@@ -46,8 +46,9 @@ class Recompress(Policy):
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.shares is not None:
             raise IncompatibleMethod(
-                "lost tokens are folded into others, and a budget is divided among layers, when the prompt ends and "
-                "not while decoding: leave out `recompress`, or the slots `merge` and `shares`"
+                f"slot `decode`, {self}, cannot work with slots `merge` and `shares`: lost tokens are folded into "
+                "others, and a budget is divided among layers, when the prompt ends and not while decoding; leave one "
+                "of them out"
             )
 
     def target(self, layer: Any) -> int:
@@ -139,6 +140,9 @@ _KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:
     "periodic compression while decoding, as kvpress' DecodingPress does it",
     Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3)),
     Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2), name="over kvcrush"),
+    formula="whenever budget + every tokens are held: the selection is made again by the latest queries",
+    differs="kvpress compresses after a step's attention, here before the next token comes in.",
+    example="snapkv:budget=512 + recompress:every=32",
 )
 def recompress(every: int = 128) -> Method:
     """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.

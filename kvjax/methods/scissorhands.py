@@ -136,6 +136,11 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
     Trial(
         "scissorhands:budget=6,history=4,recent=2", "scissorhands:budget=90,history=4,recent=2", constant(7, marks=4)
     ),
+    formula="count_s = how often softmax(q_t k_s) < 1 / (tokens held) in the last `history` steps; over budget, "
+    "the highest counts leave, m at a time",
+    differs="The history is one count per slot from the compression before; with m + 1 >= history, the paper's "
+    "setting, that is the same.",
+    example="scissorhands:budget=512",
 )
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
     """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.

@@ -12,6 +12,11 @@ from kvjax.methods.trial import Trial, selected
 @recipe(
     "SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs",
     Trial("snapkv:budget=6,window=2,kernel=3", "snapkv:budget=100,window=2,kernel=3", selected(6)),
+    formula="score_s = mean over the window's queries of softmax(q k_s), pooled over neighbours; per key/value "
+    "head the mean over its query heads",
+    differs="Grouped heads choose together by their mean, as in kvpress; the authors' code repeats keys to "
+    "query heads first.",
+    example="snapkv:budget=512",
 )
 def snapkv(
     budget: int = 1024,

@@ -190,6 +190,11 @@ def _trial(more: str = "", bits: int = 1, guesses: bool = True, name: str = "") 
     _trial(),
     _trial("reduce=max", bits=2, name="2 bits, the greatest of the query heads"),
     _trial("speculative=false", guesses=False, name="waiting"),
+    formula="out = softmax over the exact logits of the topk fetched rows and the low-bit logits of the others; "
+    "topk: the heaviest weights of the guessed next token's query, one step earlier",
+    differs="Only true tokens are kept; the paper's Algorithm 3 would append the guess too. The authors "
+    "published no code.",
+    example="specache:bits=1",
 )
 def specache(
     bits: int = 1,

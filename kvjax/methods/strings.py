@@ -68,7 +68,7 @@ def method_of(method: str | KVMethod) -> KVMethod:
     """A method from its value or its string; raises KvjaxError for anything else."""
     if isinstance(method, str):
         return parse(method)
-    if hasattr(method, "bind") and hasattr(method, "traits"):
+    if hasattr(method, "bind") and hasattr(method, "traits") and not isinstance(method, type):
         return method
     name = getattr(method, "__name__", None)
     if callable(method) and name in load_all():

@@ -87,6 +87,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="Values have a minimum and a scale for each token and head, where the public code has one for all heads "
     "(of different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded "
     "tokens goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix rows.",
+    example="zipcache",
 )
 def zipcache(
     share: float = 0.4,

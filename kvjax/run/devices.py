@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache.contract import Layer, MeasuredLayer
@@ -14,20 +16,14 @@ from kvjax.core.types import Array, Block
 
 def prefill(layer: Layer, block: Block, seen: Obs | None, slots: int, mesh: Mesh | None) -> Any:
     """`Layer.prefill`."""
+    empty = block.pos.shape[2] == 0
 
     def run(block: Block, seen: Obs | None) -> Any:
-        return layer.prefill(block, seen, slots)
+        return layer.prefill(block.first(0) if empty else block, seen, slots)
 
-    return per_device(run, *block.k.shape[:2], mesh)(block, seen)
-
-
-def start(layer: Layer, block: Block, slots: int, mesh: Mesh | None) -> Any:
-    """`Layer.prefill` of a block without slots; the given one has some, as XLA divides no empty arrays."""
-
-    def run(block: Block) -> Any:
-        return layer.prefill(block.first(0), None, slots)
-
-    return per_device(run, *block.k.shape[:2], mesh)(block)
+    # XLA cannot divide a call of which all arguments are empty: a slot goes in, and is left out there.
+    given = jax.tree.map(_with_a_slot, block) if empty else block
+    return per_device(run, *block.k.shape[:2], mesh)(given, seen)
 
 
 def extend(
@@ -44,3 +40,8 @@ def extend(
 def measure(layer: MeasuredLayer, block: Block, seen: Obs | None, mesh: Mesh | None) -> Array:
     """`MeasuredLayer.measure`."""
     return per_device(layer.measure, *block.k.shape[:2], mesh)(block, seen)
+
+
+def _with_a_slot(x: Array) -> Array:
+    """Zeros [B K 1 ...] instead of [B K 0 ...]."""
+    return jnp.zeros((*x.shape[:2], 1, *x.shape[3:]), x.dtype)

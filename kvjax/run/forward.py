@@ -76,8 +76,8 @@ def start_prompt(batch: int, width: int, dtype: Any, setting: Setting, plan: Pla
     def layer(i: int) -> Any:
         needs = plan[i].needs
         if needs.chunk:
-            anything = Block(held(1), held(1), jnp.zeros((batch, 1, 1), jnp.int32))
-            return devices.start(plan[i], anything, slots[i], setting.mesh)
+            nothing = Block(held(0), held(0), jnp.zeros((batch, 1, 0), jnp.int32))
+            return devices.prefill(plan[i], nothing, None, slots[i], setting.mesh)
         return Prompt(held(width), held(width), held(c.groups, width if needs.queries is None else needs.queries))
 
     return Past(tuple(map(layer, range(c.layers))), jnp.zeros((batch, c.width), dtype))

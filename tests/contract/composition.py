@@ -29,13 +29,10 @@ def short(found: Verdict) -> str:
 def line(recipe: Recipe, recipes: dict[str, Recipe]) -> str:
     """The row of one method."""
     refused: dict[str, list[str]] = {}
-    below: list[str] = []
     for other in recipes:
         found = verdict(recipe.name, other) if other != recipe.name else Verdict(True)
         if not found.works:
             refused.setdefault(short(found), []).append(f"`{other}`")
-        elif found.over_selection:
-            below.append(other)
     reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in refused.items())
     return f"| `{recipe.name}` | {fills(recipe)} | {reasons or 'none'} |"
 

@@ -45,10 +45,14 @@ ALL_HEADS = (
 )
 
 
+# A kernel, which no compiler divides.
+KERNEL = "kivi:bits=2,group=8,residual=8,kernel=pallas"
+
+
 def battery() -> list[tuple[str, tuple[int, int]]]:
-    """(method, mesh): all meshes for what concerns all heads, and for each trial of each recipe one, in turn."""
+    """(method, mesh): all meshes for what concerns all heads; for each trial of each recipe one that divides heads."""
     trials = sorted({trial.small for recipe in load_all().values() for trial in recipe.trials} - set(ALL_HEADS))
-    return [*itertools.product(ALL_HEADS, MESHES), *zip(trials, itertools.cycle(MESHES))]
+    return [*itertools.product(ALL_HEADS, MESHES), (KERNEL, (2, 2)), *zip(trials, itertools.cycle(MESHES[:2]))]
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:
@@ -178,9 +182,10 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
     [
         "streaming_llm:recent=3,sinks=1",  # a state of constant size, in which heads share the positions
         "cake:budget=6,window=2,kernel=3",  # budgets that are measured over all layers
+        "tidal_decode:topk=3,dense=0",  # what one layer hands to the next
         Method(read=InPieces()),  # a prompt that is fed through the method
     ],
-    ids=["constant state", "budgets over all layers", "prompt through the method"],
+    ids=["constant state", "budgets over all layers", "a carry", "prompt through the method"],
 )
 def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method):
     one, four = (

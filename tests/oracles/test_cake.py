@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.select.budgets import Ratio
-from kvjax.core.observe import Obs
+from kvjax.core.observe import Obs, moments
 from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.cake import Preference, Shifting
 from kvjax.testing import toy_model
@@ -106,6 +106,8 @@ def test_more_queries_than_the_window_change_nothing():
     )
     method = bound(f"cake:budget=16,window={W}")
     np.testing.assert_allclose(method.measure(block, longer), method.measure(block, seen), rtol=1e-6)
+    for few, all_at_once in zip(moments(block, longer, 9, 4), moments(block, longer, 9), strict=True):
+        np.testing.assert_allclose(few, all_at_once, atol=1e-6)
 
 
 def test_layers_keep_what_the_oracle_keeps():
@@ -152,7 +154,9 @@ def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
 
 def test_it_composes_with_codecs_places_representatives_and_policies():
     model, prompts = toy_model(), [list(range(60)), list(range(30, 50))]
-    low = kvjax.read(model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32)
+    low = kvjax.read(
+        model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32
+    )
     for row in range(2):
         assert sum(len(held[row][0]) for held in low.kept_positions()) == 3 * 12
     assert low.bytes["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3

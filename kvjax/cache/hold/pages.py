@@ -40,8 +40,9 @@ class Shelves:
 class Pages(Apart):
     """Each head keeps as many of the prompt's tokens as `share` gives it, in pages of `page` slots.
 
-    The slots hold what is decoded, of all heads alike. Bytes are those of whole pages: K times the mean of all heads,
-    and at most two pages a head, where heads padded to the longest take K times the longest.
+    The slots hold what is decoded, of all heads alike. Bytes are those of whole pages: K times the budget, and less
+    than two pages a head, where heads padded to the longest take K times the longest. A budget that grows with the
+    prompt counts by the width that prompts are padded to.
     """
 
     share: HeadShares
@@ -63,7 +64,10 @@ class Pages(Apart):
         return nothing, self._shelved(layer, kept, most)
 
     def _shelved(self, layer: Any, kept: Block, most: int) -> Shelves:
-        """Heads with their tokens at the front, most in the mean -> the shelves of this device."""
+        """Heads with their tokens at the front, at most `most` in the mean -> the shelves of this device.
+
+        Each device sees for once what the heads of all devices keep.
+        """
         K, here = layer.spec.kv_heads, kept.k.shape[1]
         pages = -(-(K * (most + self.page - 1) // self.page) // K)  # of a shelf
         number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages

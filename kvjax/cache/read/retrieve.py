@@ -14,6 +14,7 @@ from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import NEG, weights
+from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, Block, KvjaxError, Partial
 
 
@@ -152,7 +153,7 @@ def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array
     Tokens of this call that are not kept count as if they lay behind the last one. Holds while decoding: what has come
     after the prompt lies at consecutive positions in consecutive slots.
     """
-    newest = state.pos.max((1, 2))[:, None]  # [B 1]
+    newest = over_heads.max(state.pos.max(2))  # [B 1]
     ahead = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
     n = state.n[:, None]
 

@@ -1,0 +1,214 @@
+"""A method that has exactly the members of the contract runs wherever a method may stand."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import contract
+from kvjax.cache.contract import LayerSpec, Needs, Traits
+from kvjax.cache.select.units import gather
+from kvjax.core.attention import attend_dense, merge
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.eval import Case, Spec, compare
+from kvjax.eval.page import report
+from kvjax.eval.tasks import suite
+from kvjax.methods.strings import method_of
+from kvjax.testing import toy_model
+
+PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]
+ROOT = Path(kvjax.__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class LastTokens:
+    """Keeps the last `count` tokens of a text."""
+
+    count: int
+    traits: ClassVar[Traits] = Traits(evicts=True, constant=True)
+
+    def bind(self, spec: LayerSpec) -> LastTokensLayer:
+        return LastTokensLayer(self.count, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastTokensLayer:
+    """The same in one layer; its state is a block of `count` slots, the newest token last."""
+
+    count: int
+    spec: LayerSpec
+    needs: ClassVar[Needs] = Needs()
+
+    def slots(self, prompt: int, room: int) -> int:
+        return self.count
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Block:
+        B, K, _, H = block.k.shape
+        empty = jnp.zeros((B, K, slots, H), block.k.dtype)
+        return self._last(Block(empty, empty, jnp.full((B, 1, slots), -1, jnp.int32)), block)
+
+    def extend(self, state: Block, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Block, Any]:
+        fresh = fresh.clean()
+        q_pos = fresh.pos[:, 0]
+        parts = [attend_dense(q, block, q_pos, self.spec.window) for block in (state, fresh)]
+        return merge(parts), self._last(state, fresh.first(commit)), carry
+
+    def positions(self, state: Block) -> Array:
+        return state.pos
+
+    def _last(self, *blocks: Block) -> Block:
+        k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
+        newest = jnp.argsort(pos, axis=2)[:, :, -self.count :].astype(jnp.int32)
+        return gather(Block(k, v, pos).clean(), newest)
+
+
+def members(cls: type) -> set[str]:
+    """Public attributes of a class, apart from the fields of a dataclass."""
+    names = {*vars(cls), *inspect.get_annotations(cls)}
+    fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    return {name for name in names - fields if not name.startswith("_")}
+
+
+def test_the_toy_has_the_contracts_members_and_no_others():
+    assert members(LastTokens) == members(contract.KVMethod) == {"traits", "bind"}
+    assert members(LastTokensLayer) == members(contract.Layer) == {"needs", "slots", "prefill", "extend", "positions"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(windows=(None, 5), layers=2)
+
+
+def test_with_room_for_all_it_makes_the_tokens_of_the_full_cache(model):
+    want = kvjax.generate(model, PROMPTS, "full", max_new_tokens=5).tokens
+    out = kvjax.generate(model, PROMPTS, LastTokens(40), max_new_tokens=5)
+    assert out.tokens == want
+    streamed = list(kvjax.stream(model, PROMPTS, LastTokens(40), max_new_tokens=5))
+    assert [list(row) for row in zip(*streamed, strict=True)] == want
+    kvjax_tokens = kvjax.generate(model, PROMPTS, LastTokens(3), max_new_tokens=5).tokens
+    assert kvjax_tokens != want
+
+
+def test_prefill_extend_and_accounts(model):
+    method = LastTokens(4)
+    last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
+    np.testing.assert_allclose(last[1], kvjax.logits(model, PROMPTS[1:2])[0, -1], atol=1e-5)
+    for rows in kvjax.kept_positions(cache):
+        assert [heads[0].tolist() for heads in rows] == [[8, 9, 10, 11], [0], [1, 2, 3, 4]]
+    _, cache = kvjax.extend(model, [[5], [6], [7]], cache, method)
+    assert [heads[1].tolist() for heads in kvjax.kept_positions(cache)[0]] == [[9, 10, 11, 12], [0, 1], [2, 3, 4, 5]]
+    c = model.config
+    each = 2 * c.kv_heads * 4 * c.head_dim * 4 + 4 * 4  # keys and values, and a position per slot
+    planned = kvjax.planned_bytes(method, c, 12, capacity=64, batch=3, dtype=jnp.float32)
+    assert planned == {"device": c.layers * 3 * each, "pinned_host": 0}
+    assert kvjax.state_bytes(cache) == {"device": planned["device"] + 4 * 3, "pinned_host": 0}
+
+
+def test_scores_and_contexts(model):
+    continuations = [[3, 1], [1, 4], [5, 9]]
+    got, want = (kvjax.score(model, PROMPTS, continuations, m) for m in (LastTokens(40), "full"))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    context, full = (kvjax.read(model, PROMPTS, m) for m in (LastTokens(40), "full"))
+    questions = [[5, 6], [7, 8], [9, 10]]
+    assert context.ask(questions, max_new_tokens=4).tokens == full.ask(questions, max_new_tokens=4).tokens
+    assert context.bytes == kvjax.state_bytes(context.cache) and context.kept_positions()[0][1][0].tolist() == [0]
+
+
+def test_it_is_called_by_its_value_and_composes_with_nothing(model):
+    assert kvjax.name_of(LastTokens(3)) == "LastTokens(count=3)"
+    for pair in ((LastTokens(3), kvjax.zoo.offload()), (kvjax.zoo.offload(), LastTokens(3))):
+        with pytest.raises(IncompatibleMethod, match="LastTokens.count=3. is no kvjax.Method, so offload.*leave one"):
+            kvjax.compose(*pair)
+
+
+def test_it_is_evaluated_beside_others_and_shown_on_the_page(model, monkeypatch, tmp_path):
+    def cases(model, spec):
+        """Tokens that follow others."""
+        text = np.random.default_rng(0).integers(0, 97, (2, 24))
+        for i, row in enumerate(text):
+            yield Case("ppl", f"ppl/{i}", row[:16], follows=row[16:], bytes=8, about={"length": 16})
+
+    monkeypatch.setattr(suite, "makers", lambda: {"ppl": cases})
+    rows = compare(model, [LastTokens(3), "full"], ["ppl"], Spec(lengths=(16,)), tmp_path)
+    assert [row["method"] for row in rows] == ["LastTokens(count=3)", "full"]
+    assert rows[0]["bits"] != rows[1]["bits"]
+    assert "LastTokens(count=3)" in report.write(tmp_path).read_text().replace("<wbr>", "")
+
+
+def test_a_foreign_cache_is_an_error_with_its_remedy(model):
+    _, cache = kvjax.prefill(model, [[1, 2]], "kcache:n=3", capacity=64)
+    other = toy_model(layers=3)
+    for call in (
+        lambda m, **more: kvjax.extend(m, [[1]], cache, **more),
+        lambda m, **more: kvjax.generate(m, [[1]], cache=cache, max_new_tokens=2, **more),
+        lambda m, **more: kvjax.stream(m, [[1]], cache=cache, max_new_tokens=2, **more),
+    ):
+        with pytest.raises(KvjaxError, match="filled by another model; prefill the prompt with this one"):
+            call(other)
+        with pytest.raises(KvjaxError, match="under another method than kcache:n=4; go on without naming a method"):
+            call(model, method="kcache:n=4")
+    with pytest.raises(KvjaxError, match="a cache is what kvjax.prefill returns, got tuple"):
+        kvjax.extend(model, [[1]], cache.layers)
+
+
+def test_strings_and_values_are_taken_alike(model):
+    text, value = (kvjax.generate(model, PROMPTS, m, max_new_tokens=3) for m in ("kcache:n=3", kvjax.zoo.kcache(3)))
+    assert text.tokens == value.tokens and text.bytes == value.bytes
+    assert method_of("kcache:n=3") == method_of(kvjax.zoo.kcache(n=3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (kvjax.zoo.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.zoo.kcache\(\)"),
+        (None, "a method is a value such as .* or a string such as 'kcache:n=64', got None"),
+        (["full"], r"a method is a value .* got \['full'\]"),
+        (LastTokens, "a method is a value .* got <class"),
+    ],
+)
+def test_what_is_no_method_says_what_is(model, wrong, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.prefill(model, [[1]], wrong)
+
+
+def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
+    made = kvjax.zoo.kcache(n=64)
+    assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
+    changed = dataclasses.replace(made, device_layers=3)
+    assert "kcache:" not in kvjax.name_of(changed) and "device_layers=3" in kvjax.name_of(changed)
+    assert kvjax.name_of(dataclasses.replace(changed, device_layers=1)) == "kcache:n=64"
+    assert kvjax.name_of(kvjax.Method()) == "full"
+
+
+FLOORS = ("core", "models", "cache", "methods", "run", "eval")
+"""From the ground up; what stands on none of them, such as the command line, may import all."""
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of kvjax that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.split(".")[0] == "kvjax"}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_an_import_never_goes_up(floor):
+    above = FLOORS[FLOORS.index(floor) + 1 :]
+    forbidden = {*above, "cli", "demo", "zoo", *({"models"} if floor in ("cache", "methods") else ())}
+    for path in (ROOT / floor).rglob("*.py"):
+        up = {name for name in imported(path) if name.split(".")[1:2] and name.split(".")[1] in forbidden}
+        assert not up, f"{path.relative_to(ROOT)} imports {', '.join(sorted(up))}"
