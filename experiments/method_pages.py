@@ -14,7 +14,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.common import progress
 from kvjax import demo, load
 from kvjax.cache.method import Method
 from kvjax.cli import use_compilation_cache
@@ -40,16 +39,12 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def measure(again: bool = False) -> None:
-    """Adds what is missing, `full` first; every method on the same contexts. What it took is kept after each method."""
+    """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
     found = {} if again else measured()
-    model = load("testbed")
-    for recipe in sorted(load_all().values(), key=lambda r: r.name != "full"):
-        if recipe.example in found:
-            continue
-        progress(recipe.example)
-        methods = tuple(dict.fromkeys(("full", recipe.example)))
-        found[recipe.example] = dataclasses.asdict(demo.measure(model, methods)[-1])
-        MEASURED.write_text(json.dumps(found, indent=2) + "\n")
+    missing = [r.example for r in load_all().values() if r.example not in found]
+    for row in demo.measure(load("testbed"), tuple(dict.fromkeys(["full", *missing]))):
+        found[row.method] = dataclasses.asdict(row)
+    MEASURED.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def page(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:

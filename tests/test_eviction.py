@@ -73,9 +73,10 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(model, full, method):
     tokens = together.generate(max_new_tokens=8).tokens
     for row, prompt in ((1, FEW[1]), (2, FEW[2])):
         assert kvjax.generate(model, [prompt], method, max_new_tokens=8, capacity=64).tokens[0] == tokens[row]
-    planned = kvjax.planned_bytes(method, model.config, 37, capacity=64, batch=3, dtype=np.float32)
-    used = together.bytes
-    assert planned == {"device": used["device"] - 4 * 3, "pinned_host": used["pinned_host"]}  # the rows' lengths
+    if not any(layer.needs.all_layers for layer in together.cache.plan):  # then the prompts' contents decide
+        planned = kvjax.planned_bytes(method, model.config, 37, capacity=64, batch=3, dtype=np.float32)
+        used = together.bytes
+        assert planned == {"device": used["device"] - 4 * 3, "pinned_host": used["pinned_host"]}  # the rows' lengths
     parsed = kvjax.parse(method)
     if parsed == Method(select=parsed.select, represent=parsed.represent, merge=parsed.merge) and parsed.select:
         assert tokens[1] == full[1]  # within the budget with all that is decoded

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.run import forward
-from kvjax.run.generate import UNTIL
+from kvjax.run.loop import UNTIL
 from kvjax.run.prefill import WHOLE
 from kvjax.testing import toy_model
 

@@ -18,7 +18,7 @@ from kvjax.run.plan import bind
 from kvjax.run.sampling import row_keys, sampler
 from kvjax.testing import full_copies, toy_model
 
-loop = importlib.import_module("kvjax.run.generate")
+loop = importlib.import_module("kvjax.run.loop")
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
 EXACT = "specache:bits=1,group=8,residual=8,topk=99"
 SMALL = "specache:bits=1,group=8,residual=8,topk=3"

@@ -112,7 +112,10 @@ def agreement(runs: dict[str, tuple[str, Callable]], q: jax.Array, x: Layer) -> 
 
 def measure(bits: int, S: int, B: int, size: dict[str, Any], probes, gpu: bool) -> tuple[dict[str, Any], list[str]]:
     """One batch size: seconds per layer of each side, and what is left out."""
-    width = lambda x: sum(a.nbytes for a in jax.tree.leaves(x))  # noqa: E731 (bytes)
+
+    def width(x):
+        return sum(a.nbytes for a in jax.tree.leaves(x))
+
     layers = [layer(jax.random.key(0), B, S, bits)]
     count = max(1, -(-(size["megabytes"] * 2**20) // width(layers[0]["packed"])))
     layers += [layer(jax.random.key(i), B, S, bits) for i in range(1, count)]
@@ -159,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu = jax.default_backend() == "gpu"
     default = SIZES[gpu]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+
+    def numbers(text):
+        return [int(x) for x in text.split(",")]
+
     parser.add_argument("--bits", type=int, default=2, choices=(1, 2, 4, 8))
     parser.add_argument("--context", type=int, default=default["context"], help=f"tokens, a multiple of {GROUP}")
     parser.add_argument("--batches", type=numbers, default=default["batches"])

@@ -21,7 +21,10 @@ def missing() -> str | None:
 
 def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """kvjax parameters under transformers' names; its matrices are [out, in], heads flattened."""
-    flat = lambda x, rows: np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)  # noqa: E731
+
+    def flat(x, rows):
+        return np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)
+
     D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
     yield "model.embed_tokens.weight", np.array(params["embedding"])
     yield "model.norm.weight", np.array(params["final_norm"]["scale"])

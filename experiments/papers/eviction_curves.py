@@ -171,11 +171,17 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """(ours, the paper's, the difference) for the table of all scripts."""
     budget = max(int(line["label"].split()[-1]) for line in results["lines"])
     last = [x for x in results["lines"] if int(x["label"].split()[-1]) == budget]
-    score = lambda x, when: f"{average(results, x['method'], when):.0f}"  # noqa: E731
+
+    def score(x, when) -> str:
+        return f"{average(results, x['method'], when):.0f}"
+
     shown = [f"{x['label']} {score(x, 'first')}/{score(x, 'later')}" for x in last]
     lost = {x["label"].split()[0]: results["drop"].get(x["method"], (float("nan"),))[0] for x in last}
     evict, keep = ([v for k, v in lost.items() if (k in OFFLOAD) == side] for side in (False, True))
-    mean = lambda x: f"{100 * np.mean(x):+.1f}" if x else "not measured"  # noqa: E731
+
+    def mean(x) -> str:
+        return f"{100 * np.mean(x):+.1f}" if x else "not measured"
+
     return (
         f"first/later questions at {budget}: " + ", ".join(shown),
         "no such figure",

@@ -137,7 +137,10 @@ def measured(megabytes: int, size: int, repeats: int) -> Machine:
     products = {name: run for name, run in products.items() if "jax" in name}
     seconds = interleaved({**reads, **products, **moves}, repeats)
     best = {name: min(s) for name, s in seconds.items()}
-    of = lambda runs: min(best[name] for name in runs)  # noqa: E731
+
+    def of(runs):
+        return min(best[name] for name in runs)
+
     return Machine(operations / of(products), read / of(reads), moved / best["h2d"], moved / best["d2h"])
 
 

@@ -216,8 +216,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """(ours, the paper's, the difference) for the table of all scripts."""
     by = {(r["method"], r["part"][:2]): r for r in results["parts"]}
-    seen = lambda key: f"{by[key]['exact']['intensity']:.2f} exact, {by[key]['xla']['intensity']:.2f} XLA"  # noqa: E731
-    said = lambda key: f"{by[key]['printed_intensity']:.2f}"  # noqa: E731
+
+    def seen(key) -> str:
+        return f"{by[key]['exact']['intensity']:.2f} exact, {by[key]['xla']['intensity']:.2f} XLA"
+
+    def said(key) -> str:
+        return f"{by[key]['printed_intensity']:.2f}"
+
     keys = {"QKV": ("MHA", "Q,"), "S": ("MHA", "S "), "A": ("MHA", "A "), "A~": ("KCache", "A~")}
     flops = max(abs(r["xla"]["flops"] / r["exact"]["flops"] - 1) for r in results["parts"])
     return (

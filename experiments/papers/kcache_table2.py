@@ -90,8 +90,13 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     least, most = min(r["key"][0] for r in others), max(r["key"][0] for r in others)
     at = {tuple(r["key"]): r for r in others}
     first, last = at[least, min(k[1] for k in at)], at[most, max(k[1] for k in at)]
-    shown = lambda r: "N={} L={} {:.1f}%".format(*r["key"], common.average(r))  # noqa: E731
-    agree = lambda r: f"{r['agreement']:.1%} predict as full"  # noqa: E731
+
+    def shown(r) -> str:
+        return "N={} L={} {:.1f}%".format(*r["key"], common.average(r))
+
+    def agree(r) -> str:
+        return f"{r['agreement']:.1%} predict as full"
+
     gain = common.average(first) < common.average(last)
     why = "as in the paper" if gain else "our answers need few values of few layers"
     near = common.average(last) >= common.average(full) - 100 * sum(t["error"] for t in full["tasks"].values())

@@ -112,7 +112,10 @@ def line(full: Mapping[str, float], ours: Mapping[str, float]) -> tuple[str, str
 
 def paper() -> list[tuple[str, ...]]:
     """The paper's lines, with binomial errors, and their mean."""
-    error = lambda p: 100 * (p / 100 * (1 - p / 100) / BESIDE["questions"]) ** 0.5  # noqa: E731
+
+    def error(p):
+        return 100 * (p / 100 * (1 - p / 100) / BESIDE["questions"]) ** 0.5
+
     rows = [
         (name, *(f"{p:.1f} ±{error(p):.1f}" for p in two), f"{two[1] - two[0]:+.1f}") for name, two in PAPER.items()
     ]

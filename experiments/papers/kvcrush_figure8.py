@@ -32,7 +32,10 @@ PAPER = {"H2O": (70.7, 74.9), "KVCrush": (75.4, 76.5)}
 def lines(page: int, pages: int) -> list[Line]:
     """Paged H2O, and with KVCrush on a quarter and on three quarters of the middle pages (Table I: the better one)."""
     base = paged(page, pages)
-    here = lambda name: PAPER[name] if pages == 16 else ()  # noqa: E731
+
+    def here(name):
+        return PAPER[name] if pages == 16 else ()
+
     return [
         Line(f"paged H2O, {pages} pages", base, "full", here("H2O")),
         Line("  + KVCrush, 25%", f"{base} + kvcrush:share=0.25", base, here("KVCrush")),

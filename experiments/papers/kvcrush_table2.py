@@ -43,7 +43,10 @@ def paged(page: int, pages: int = 16, extra: str = "per=layer") -> str:
 
 def lines(base: str, share: float, anchors: Sequence[str]) -> list[Line]:
     """The method alone, and with KVCrush under each anchor."""
-    crush = lambda a: f"{base} + kvcrush:share={share},anchor={a}"  # noqa: E731
+
+    def crush(a: str) -> str:
+        return f"{base} + kvcrush:share={share},anchor={a}"
+
     alone = [Line("H2O", base, paper=PAPER["H2O"])]
     return alone + [Line(f"  kvcrush.{a}", crush(a), base, PAPER.get(a, ())) for a in anchors]
 

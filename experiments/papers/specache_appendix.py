@@ -142,7 +142,10 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
     said = paper("LLaMA-3-8B")
     both = [label for label in average if label in said]
-    ranked = lambda f: sorted(both, key=f, reverse=True)  # noqa: E731
+
+    def ranked(f):
+        return sorted(both, key=f, reverse=True)
+
     ours, theirs = ranked(lambda x: average[x]), ranked(lambda x: said[x]["average"])
     where = "LongBench" if results["longbench"] else f"{len(next(iter(results['scores'].values())))} stand-in tasks"
     order = "the paper's order" if ours == theirs else f"{' > '.join(ours)}, the paper's {' > '.join(theirs)}"

@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = {method(k, args): k for k in args.topk}
     records = [{**r, "topk": chosen.get(r["method"])} for r in common.measure(args, model, list(chosen))]
     columns = common.columns(args, model)
-    said = lambda k: FULL if k is None else PAPER.get(k, (None, None))  # noqa: E731
+
+    def said(k):
+        return FULL if k is None else PAPER.get(k, (None, None))
+
     rows = [("full" if r["topk"] is None else r["topk"], *common.cells(r), *said(r["topk"])) for r in records]
     path = args.out / "specache_figure5.png"
     common.figure(path, lambda axes: draw(axes, records, ("share right", columns[-2])), 2)

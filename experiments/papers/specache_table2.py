@@ -123,7 +123,10 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     first = {x["label"]: average(results, x["method"]) for x in results["lines"]}
     later = {x["label"]: average(results, x["method"], when) for x in results["lines"]}
     best = max((label for label in first if label != "Full"), key=first.get)
-    lost = lambda name: np.mean([first[x] - later[x] for x in first if x.startswith(name)])  # noqa: E731
+
+    def lost(name):
+        return np.mean([first[x] - later[x] for x in first if x.startswith(name)])
+
     names = [label for label in first if label.startswith(("Full", "SpeCache", "H2O", "StreamLLM", "InfLLM"))]
     return (
         "first / later questions: " + ", ".join(f"{n} {first[n]:.0f}/{later[n]:.0f}" for n in names if "," not in n),

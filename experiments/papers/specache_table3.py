@@ -111,7 +111,10 @@ def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
     """A record for people; `full` is the record of the same context."""
     said, base = (PAPER.get(r["context"], (((None,) * 2),) * 3)[i] for i in (r["column"], 0))
     b, m = r["bytes"], r.get("measured")
-    times = lambda x, y: f"{x / y:.1f}x" if x and y else None  # noqa: E731
+
+    def times(x: float | None, y: float | None) -> str | None:
+        return f"{x / y:.1f}x" if x and y else None
+
     ours = (f"{b['row'] / 2**20:,.1f}", f"{b['row_step'] / 2**20:,.1f}", r["batch"], times(r["batch"], full["batch"]))
     speed = m and f"{m['tokens_per_second']:.1f} ({m['batch']})"
     paper = (said[0], times(said[0], base[0]), speed, said[1])
@@ -149,10 +152,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """(ours, the paper's, the difference) for the table of all scripts."""
     by = {(r["context"], r["column"]): r for r in results}
-    gain = lambda c, i: f"{by[c, i]['batch'] / max(by[c, 0]['batch'], 1):.1f}x"  # noqa: E731
-    said = lambda c, i: f"{PAPER[c][i][0] / PAPER[c][0][0]:.1f}x"  # noqa: E731
+
+    def gain(c, i) -> str:
+        return f"{by[c, i]['batch'] / max(by[c, 0]['batch'], 1):.1f}x"
+
+    def said(c, i) -> str:
+        return f"{PAPER[c][i][0] / PAPER[c][0][0]:.1f}x"
+
     contexts = [c for c in PAPER if (c, 0) in by]
-    pair = lambda f: "; ".join(f"{c:,} tokens {f(c, 1)}, {f(c, 2)}" for c in contexts)  # noqa: E731
+
+    def pair(f) -> str:
+        return "; ".join(f"{c:,} tokens {f(c, 1)}, {f(c, 2)}" for c in contexts)
+
     return (
         f"batch at 2 and 1 bit over full: {pair(gain)}",
         f"{pair(said)}",

@@ -129,7 +129,10 @@ def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict
     span = len(anew) / PARTS
     rows = []
     for i, hard in enumerate(parts(anew, PARTS)):
-        cut = lambda x, i=i: x[int(i * span) : int((i + 1) * span)]  # noqa: E731
+
+        def cut(x, i=i):
+            return x[int(i * span) : int((i + 1) * span)]
+
         reached = [cut(x).mean() if len(cut(x)) > span / 2 else None for x in found.values()]
         rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(r and f"{r:.4f}" for r in reached)))
     title = f"nats per token of each tenth of the text; a cache of {args.sinks} + {args.recent} tokens"

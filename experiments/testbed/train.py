@@ -52,7 +52,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def shapes(lengths: tuple[int, ...], tokens: int) -> tuple[tuple[int, int], ...]:
     """(length, rows) of the batches: `tokens` a step, half of it at 128 and 256, where steps count more than tokens."""
-    share = lambda n: 2 if 64 < n <= 256 else 1  # noqa: E731
+
+    def share(n):
+        return 2 if 64 < n <= 256 else 1
+
     return tuple((n, max(2, tokens // share(n) // n)) for n in lengths)
 
 

@@ -46,7 +46,10 @@ class Recipe:
             ],
             [self.warmup, self.steps - tail],
         )
-        matrices = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
+
+        def matrices(p):
+            return jax.tree.map(lambda x: x.ndim > 1, p)
+
         adamw = optax.adamw(rate, b2=0.98, weight_decay=self.weight_decay, mask=matrices)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -60,7 +63,10 @@ def initial(config: Config, seed: int) -> dict[str, Any]:
     """Fresh parameters; what writes into the residual stream starts small beside the embedding (GPT-2, section 2.3)."""
     params = nn.unbox(init(config, jax.random.key(seed)))
     small = (config.width * 2 * config.layers) ** -0.5
-    writes = lambda path: {"o", "down"} & {part.key for part in path}  # noqa: E731
+
+    def writes(path):
+        return {"o", "down"} & {part.key for part in path}
+
     return jax.tree_util.tree_map_with_path(lambda p, x: x * small if writes(p) else x, params)
 
 

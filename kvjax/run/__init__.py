@@ -1,0 +1,1 @@
+"""Prompts into caches, and tokens out of them."""

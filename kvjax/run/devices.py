@@ -1,4 +1,4 @@
-"""A bound layer on a mesh: each device runs it on its own rows and heads. Nothing else calls a layer on arrays."""
+"""A layer on a mesh: each device runs it on its own rows and heads. The decoder calls layers only through here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.core.types import Array, Block
 
 def prefill(layer: Layer, block: Block, seen: Obs | None, slots: int, mesh: Mesh | None) -> Any:
     """`Layer.prefill`."""
-    empty = block.pos.shape[2] == 0
+    empty = mesh is not None and block.pos.shape[2] == 0
 
     def run(block: Block, seen: Obs | None) -> Any:
         return layer.prefill(block.first(0) if empty else block, seen, slots)

@@ -26,7 +26,7 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     """An input array on the model's mesh, if it has one; raises KvjaxError for rows that do not divide over it."""
     if model.mesh is None:
         return jnp.asarray(x)
-    for letter, size in zip(axes.split(), x.shape, strict=True):
+    for letter, size in zip(axes.split(), x.shape, strict=False):
         check_divides(letter, size, model.mesh, "give a number of rows that does, or another mesh")
     return jax.device_put(x, named(axes, model.mesh))
 

@@ -146,7 +146,8 @@ def _layers(
 
 def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
     """An array of a layer on the model's devices, in the kind of memory that it came from."""
-    there = place(model, x, layer_axes(x.shape, rows, model.config.kv_heads))
+    axes = "" if model.mesh is None else layer_axes(x.shape, rows, model.config.kv_heads)
+    there = place(model, x, axes)
     return jax.device_put(there, memory.HOST) if host else there
 
 

@@ -1,0 +1,1 @@
+"""The shipped model: its weights, vocabulary, text and tasks."""

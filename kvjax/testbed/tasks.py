@@ -96,7 +96,10 @@ def copying(
     run = _symbols(rng, span)
     context, starts = _scatter(rng, length, [run], filler)
     asked = rng.choice(span - 1 - answer, questions, replace=False)
-    cut = lambda i: _question(run[i : i + 2], run[i + 2 : i + 2 + answer], starts[0] + i, length)  # noqa: E731
+
+    def cut(i: int) -> Question:
+        return _question(run[i : i + 2], run[i + 2 : i + 2 + answer], starts[0] + i, length)
+
     return Instance("copying", context, tuple(map(cut, asked)))
 
 
@@ -148,7 +151,10 @@ def multiquery(
     keys, values = symbols[:pairs], symbols[pairs:]
     context, starts = _scatter(rng, length, [np.array([PAIR, k, v]) for k, v in zip(keys, values, strict=True)], filler)
     chosen = [rng.permutation(pairs)[:asked] for _ in range(questions)]
-    cut = lambda i: _question([ASK, *keys[i]], values[i], starts[i].min(), length)  # noqa: E731
+
+    def cut(i: int) -> Question:
+        return _question([ASK, *keys[i]], values[i], starts[i].min(), length)
+
     return Instance("multiquery", context, tuple(map(cut, chosen)))
 
 

@@ -62,7 +62,7 @@ def test_c2_eager_jitted_scanned_and_chunked_agree(trial: Trial):
     eager, _, _ = bound.extend(state, *d.token(0), 1, None)
     np.testing.assert_allclose(eager, first, atol=1e-6)
     chunk, _ = layer.extend(bound, layer.STEPS)(state, d.tokens(0, layer.STEPS))
-    np.testing.assert_allclose(chunk, scanned, atol=1e-6)
+    np.testing.assert_allclose(chunk, scanned, atol=2e-6)
 
 
 @every

@@ -187,14 +187,16 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
     ],
     ids=["constant state", "budgets over all layers", "a carry", "prompt through the method"],
 )
-def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method):
+def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method, tmp_path):
     one, four = (
         kvjax.generate(model_on(shape), PROMPTS, method, max_new_tokens=4, eos_ids=()) for shape in (None, (2, 2))
     )
     assert four.tokens == one.tokens and four.bytes == one.bytes
-    _, cache = kvjax.prefill(model_on((2, 2)), PROMPTS, method)
-    for x in jax.tree.leaves(cache.layers):
-        check_divided(x, 2, 2)
+    read = kvjax.read(model_on((2, 2)), PROMPTS, method, room=4)
+    resumed = kvjax.resume(read.model, read.save(tmp_path / "context"), method)
+    for context in (read, resumed):
+        for x in jax.tree.leaves(context.cache.layers):
+            check_divided(x, 2, 2)
 
 
 @pytest.mark.parametrize("shape", MESHES)

@@ -111,7 +111,7 @@ def test_two_methods_at_their_limits_are_dense_attention(a, b):
 
 
 @pytest.mark.parametrize(
-    "more", itertools.product(HELD, PLACED, READ), ids=lambda parts: " + ".join(filter(None, parts))
+    "more", [*itertools.product(HELD, PLACED, READ)], ids=lambda parts: " + ".join(filter(None, parts))
 )
 def test_selected_represented_held_placed_and_read_at_its_limit_it_is_dense_attention(more):
     assert_exact(" + ".join([*CRUSHED, *filter(None, more)]), int("specache" in more[2]))

@@ -16,6 +16,7 @@ from kvjax.cache.accounting import state_bytes
 from kvjax.cache.compose import compose
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method, MethodLayer
+from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.infllm import Blocks, infllm
@@ -272,6 +273,16 @@ def test_a_whole_model_reads_its_prompt_through_it():
         np.testing.assert_allclose(one[0, 0], at_once[0, t], atol=1e-4)
         if t < 2:
             np.testing.assert_allclose(one[1, 0], at_once[1, t], atol=1e-4)
+
+
+def test_a_prompt_that_fills_its_cache_is_held_whole():
+    """Its last chunk must not be padded beyond the last slot."""
+    model, prompts = toy_model(layers=1), [[t % 90 for t in range(63)], [4, 1, 2]]
+    held = [kvjax.prefill(model, prompts, method, capacity=64)[1].layers[0] for method in (infllm(**SMALL), Method())]
+    got, want = (memory.unpack(state.k) for state in held)
+    np.testing.assert_array_equal(held[0].pos, held[1].pos)
+    for b, n in enumerate(map(len, prompts)):
+        np.testing.assert_allclose(got[b, :, :n], want[b, :, :n], atol=1e-5)
 
 
 def test_bfloat16_stays_close_to_the_paper():

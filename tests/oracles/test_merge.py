@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from kvjax.core.types import Block
 from kvjax.methods.cam import Spread
 from kvjax.methods.d2o import D2O
 from kvjax.methods.merging import IntoValues
+from tests.contract import layer
 from tests.oracles import merge as oracle
 
 B, K, G, T, H = 3, 2, 2, 12, 8
@@ -48,13 +50,20 @@ def ragged(seed=0, padding=0.0) -> tuple[Block, Choice]:
     return block, Choice(jnp.asarray(slots, jnp.int32), Scores(kv[:, :, None], kv))
 
 
-def merged(rule, block: Block, choice: Choice, jitted: bool = True) -> Block:
+def plain(rule, block: Block, choice: Choice) -> Block:
     """What the rule makes of a choice."""
+    return rule(block, gather(block, choice.slots), choice, SPEC)
 
-    def run(block: Block, choice: Choice) -> Block:
-        return rule(block, gather(block, choice.slots), choice, SPEC)
 
-    return (jax.jit(run) if jitted else run)(block, choice)
+@functools.cache
+def compiled(rule):
+    """The same as a program."""
+    return jax.jit(functools.partial(plain, rule), compiler_options=layer.QUICK)
+
+
+def merged(rule, block: Block, choice: Choice) -> Block:
+    """The same, compiled once for all tests."""
+    return compiled(rule)(block, choice)
 
 
 def by_oracle(rule, k, v, kept, received):
@@ -94,7 +103,7 @@ def test_padding_and_compiling_change_nothing_and_positions_stay(rule):
     np.testing.assert_array_equal(want.pos, gather(ragged()[0], ragged()[1].slots).pos)
     for padding in (1e4, np.inf, np.nan):
         jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=padding)), want)
-    eager = merged(rule, *ragged(), jitted=False)
+    eager = plain(rule, *ragged())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), eager, want)
 
 
@@ -181,15 +190,15 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
     block = Block(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
     first_five = dataclasses.replace(kvjax.zoo.sinks_and_recent(budget=5, sinks=5).select, per="head")
-    layer = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
+    bound = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
     q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
     fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)
-    state = layer.prefill(block, None, layer.slots(10, 16))
-    assert layer.positions(state).max() == 4
+    state = jax.jit(lambda block: bound.prefill(block, None, bound.slots(10, 16)), compiler_options=layer.QUICK)(block)
+    assert bound.positions(state).max() == 4
     for t in range(3):
         pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)
         new = Block(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
         block = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 2), block, new)
-        out, state, _ = layer.extend(state, q[:, :, :, t : t + 1], new, 1)
+        out, state = layer.extend(bound)(state, (q[:, :, :, t : t + 1], new))
         want = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])
         np.testing.assert_allclose(out, want, atol=2e-2 if "specache" in name else 1e-5)

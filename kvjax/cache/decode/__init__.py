@@ -1,0 +1,1 @@
+"""While decoding: which token leaves."""

@@ -61,7 +61,7 @@ class MinMax(Quantiser):
     def encode(self, x: Array) -> Words:
         top = float(2**self.bits - 1)
         least, most = jnp.minimum(x.min(-1, keepdims=True), 0.0), jnp.maximum(x.max(-1, keepdims=True), 0.0)
-        scale = jnp.maximum((most - least) / top, 1e-6)
+        scale = _scale(most - least, top)
         zero = jnp.clip(_rounded(-least / scale), 0.0, top)
         codes = jnp.clip(_rounded(x / scale + zero), 0.0, top).astype(jnp.uint32)
         word = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._low
@@ -89,7 +89,7 @@ class Absmax(Quantiser):
         _fills_words(H, 8)
 
     def encode(self, x: Array) -> Words:
-        scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / 127.0, 1e-6)
+        scale = _scale(jnp.abs(x).max(-1, keepdims=True), 127.0)
         codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
         return Words(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
 
@@ -188,6 +188,12 @@ def hadamard(H: int) -> np.ndarray:
     while len(matrix) < H:
         matrix = np.kron(np.array([[1, 1], [1, -1]], np.float32), matrix)
     return matrix / np.float32(np.sqrt(H))
+
+
+def _scale(span: Array, steps: float) -> Array:
+    """The size of one of so many steps."""
+    # By a bare constant XLA would not divide, but multiply by its rounded reciprocal.
+    return jnp.maximum(span / jnp.where(span > 0, steps, 1.0), 1e-6)
 
 
 def _rounded(x: Array) -> Array:

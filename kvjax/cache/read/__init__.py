@@ -1,0 +1,1 @@
+"""Which slots a query reads."""

@@ -1,0 +1,1 @@
+"""After the prompt: which tokens stay, and what becomes of the others."""

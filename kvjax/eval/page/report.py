@@ -94,7 +94,10 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     """
     answered = [r for r in rows if r["task"] != summary.SPEED]
     methods, tasks = (summary.ordered(answered, f) for f in ("method", "task"))
-    most = lambda field: max((sum(r[field] for r in answered if r["method"] == m) for m in methods), default=0)  # noqa: E731
+
+    def most(field: str) -> int:
+        return max((sum(r[field] for r in answered if r["method"] == m) for m in methods), default=0)
+
     what = f"{_count(len(methods), 'method')} on {_count(len(tasks), 'task')}"
     if lengths := summary.lengths(answered):
         ends = sorted({f"{n:,}": n for n in (lengths[0], lengths[-1])}.values())
@@ -109,7 +112,10 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
 
 def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list[dict[str, Any]]:
     """By method the tasks in which it takes the fewest bytes of all within one standard error of the exact one."""
-    size = lambda r: sum(r[f] or 0 for f in fields)  # noqa: E731
+
+    def size(r: Row) -> float:
+        return sum(r[f] or 0 for f in fields)
+
     found: dict[str, list[str]] = {}
     for task in summary.ordered(rows, "task") if run.full else ():
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_kib"] is not None}
@@ -117,7 +123,10 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
         if good:
             found.setdefault(min(good, key=own.get), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*found, run.full)}
-    share = lambda m: mean[m] / mean[run.full] if mean[run.full] else None  # noqa: E731
+
+    def share(m: str) -> float | None:
+        return mean[m] / mean[run.full] if mean[run.full] else None
+
     return [{"method": m, "tasks": tasks, "kib": mean[m], "share": share(m)} for m, tasks in found.items()]
 
 

@@ -35,7 +35,10 @@ def rows(records: Iterable[Record]) -> list[Row]:
     speeds = _group((r for r in kept if r["task"] == SPEED), lambda r: (r["method"], length_of(r)))
     best = {_case(r): r["likeliest"] for r in kept if r["method"] == REFERENCE and r.get("likeliest")}
     methods, tasks = ordered(kept, "method"), ordered(kept, "task")
-    place = lambda key: (methods.index(key[0]), tasks.index(key[1]), key[2] or 0)  # noqa: E731
+
+    def place(key: tuple) -> tuple[int, int, int]:
+        return (methods.index(key[0]), tasks.index(key[1]), key[2] or 0)
+
     cases = _group(kept, lambda r: (r["method"], r["task"], length_of(r)))
     return [_row(key, cases[key], best, speeds.get((key[0], key[2]), [])) for key in sorted(cases, key=place)]
 
@@ -128,7 +131,10 @@ def lengths(rows: Iterable[Row]) -> list[int]:
 def main_length(rows: Iterable[Row]) -> int | None:
     """The length at which most tasks were measured, the largest of several."""
     rows = [r for r in rows if r["task"] != SPEED]
-    tasks = lambda n: len({r["task"] for r in rows if r["length"] == n})  # noqa: E731
+
+    def tasks(n: int) -> int:
+        return len({r["task"] for r in rows if r["length"] == n})
+
     return max(lengths(rows), key=lambda n: (tasks(n), n), default=None)
 
 

@@ -1,0 +1,1 @@
+"""Asking it, and keeping the answers."""

@@ -61,7 +61,10 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
 
 def _symbols_case(key: str, rng: np.random.Generator, spec: Spec, length: int, depth: float, i: int) -> Case:
     filler = symbols.fillers(spec)[i % 2]
-    make = lambda n: tasks.TASKS["needle"](rng, n, filler, depth, SPAN)  # noqa: E731
+
+    def make(n: int) -> tasks.Instance:
+        return tasks.TASKS["needle"](rng, n, filler, depth, SPAN)
+
     return symbols.case("niah", key, symbols.built("niah", make, length), 1, depth=depth)
 
 

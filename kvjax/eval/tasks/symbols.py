@@ -88,7 +88,10 @@ class Family:
             for i in range(spec.contexts):
                 filler = every[i % 2 if self.filler is None else self.filler]
                 rng = generator(spec, self.stream or task, length, i)
-                make = lambda n, r=rng, f=filler: self.make(r, n, f, spec.questions)  # noqa: E731
+
+                def make(n: int, r: np.random.Generator = rng, f: Filler = filler) -> Instance:
+                    return self.make(r, n, f, spec.questions)
+
                 instance = built(task, make, length)
                 yield case(task, f"{task}/{length}/{i}", instance, spec.questions, self.whole, self.turns)
 

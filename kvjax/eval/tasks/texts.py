@@ -198,7 +198,10 @@ def _text_line(
     """As many lines as fit into `length` tokens together with the prompt."""
     tokenizer = model.text_tokenizer()
     prompt = prompt_ids(tokenizer, NEXT)
-    cut = lambda n: context_ids(tokenizer, COMPLETE + _before(lines, target, n))  # noqa: E731
+
+    def cut(n: int) -> np.ndarray:
+        return context_ids(tokenizer, COMPLETE + _before(lines, target, n))
+
     limit = length - len(prompt)
     n = largest(lambda n: len(cut(n)), limit, 1, len(lines) - 1)
     if n is None:

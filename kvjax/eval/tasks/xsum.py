@@ -52,7 +52,10 @@ def prompt(shots: Sequence[dict], row: dict) -> str:
     """Examples with their summaries, and the article."""
     if "document" not in row:
         return row["article"]
-    article = lambda r: f"###\nArticle: {_clean(r['document'], WORDS)}{QUESTION}"  # noqa: E731
+
+    def article(r: dict[str, str]) -> str:
+        return f"###\nArticle: {_clean(r['document'], WORDS)}{QUESTION}"
+
     return "".join(f"{article(s)}{_clean(s['summary'])}\n\n" for s in shots) + article(row)
 
 

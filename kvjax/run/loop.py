@@ -1,0 +1,93 @@
+"""The decode loop: one compiled step serves loops that stop, loops of fixed length, and streams."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import Cache
+from kvjax.core.program import Program
+from kvjax.core.types import Array, pytree
+from kvjax.run import forward
+from kvjax.run.forward import Setting
+from kvjax.run.sampling import Sampler, sample
+
+
+@pytree
+class Carry:
+    """The decode loop's state: `token` has been sampled and is in `out`, but not in the cache yet."""
+
+    cache: Cache
+    token: Array  # i32[B]
+    out: Array  # i32[B M], -1 where nothing was generated
+    done: Array  # bool[B], the row has produced an end-of-sequence id
+    i: Array  # i32[], columns of `out` that are filled
+    keys: Array  # one per row
+    eos: Array  # i32[E]
+    guess: Array | None = None  # i32[B], for a method with lookahead: what may come after `token`
+
+
+def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
+    """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate."""
+    out = jnp.full((logits.shape[0], length), -1, jnp.int32)
+    done = jnp.zeros(logits.shape[0], bool)
+    return _emit(Carry(cache, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)
+
+
+def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
+    """One token for every row; under lookahead beside a guess, which is never kept."""
+    tokens = jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
+    logits, cache = forward.advance(params, tokens, carry.cache, setting, 1)
+    carry = dataclasses.replace(carry, cache=cache)
+    if carry.guess is not None:
+        carry = dataclasses.replace(carry, guess=_draw(carry, logits[:, 1], carry.i + 1, sampler))
+    return _emit(carry, logits[:, 0], sampler)
+
+
+def look_ahead(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
+    """Before the first step: guesses what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    logits, cache = forward.advance(params, carry.token[:, None], carry.cache, setting, 0)
+    return dataclasses.replace(carry, cache=cache, guess=_draw(carry, logits[:, 0], carry.i, sampler))
+
+
+def _draw(carry: Carry, logits: Array, column: Array, s: Sampler) -> Array:
+    """The tokens of one column. A guess for a column is drawn with its randomness: equal logits give equal tokens."""
+    with jax.named_scope("sample"):
+        return sample(s, logits, jax.vmap(jax.random.fold_in, (0, None))(carry.keys, column))
+
+
+def _emit(carry: Carry, logits: Array, s: Sampler) -> Carry:
+    token = _draw(carry, logits, carry.i, s)
+    shown = jnp.where(carry.done, -1, token)
+    out = lax.dynamic_update_slice(carry.out, shown[:, None], (0, carry.i))
+    done = carry.done | (token[:, None] == carry.eos[None]).any(-1)
+    return dataclasses.replace(carry, token=token, out=out, done=done, i=carry.i + 1)
+
+
+def decode_until(params: Any, carry: Carry, limit: Array, sampler: Sampler, setting: Setting) -> Carry:
+    """Steps until `limit` columns are filled or all rows are done."""
+
+    def more(carry: Carry) -> Array:
+        return (carry.i < limit) & ~carry.done.all()
+
+    return lax.while_loop(more, lambda carry: step(params, carry, sampler, setting), carry)
+
+
+def decode_fixed(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
+    """Steps until all M columns are filled, whatever the tokens."""
+
+    def body(carry: Carry, _: None) -> tuple[Carry, None]:
+        return step(params, carry, sampler, setting), None
+
+    return lax.scan(body, carry, length=carry.out.shape[1] - 1)[0]
+
+
+BEGIN = Program(begin, static=("length",), donate=("cache",))
+BEGIN_BESIDE = Program(begin, static=("length",))
+LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
+UNTIL = Program(decode_until, static=("setting",), donate=("carry",))
+FIXED = Program(decode_fixed, static=("setting",), donate=("carry",))
