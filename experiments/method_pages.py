@@ -110,7 +110,8 @@ def _pairs(recipe: Recipe) -> str:
     verdicts: dict[str, Verdict] = {n: verdict(recipe.name, n) for n in load_all() if n not in (recipe.name, "full")}
     yes = ", ".join(f"`{n}`" for n, v in verdicts.items() if v.works)
     no = [f"- `{n}`: {v.reason}" for n, v in verdicts.items() if not v.works]
-    return "\n".join([f"Composes with {yes}." if yes else "Composes with none.", *(["", "Not with:", "", *no] if no else [])])
+    first = f"Composes with {yes}." if yes else "Composes with none."
+    return "\n".join([first, "", "Not with:", "", *no]) if no else first
 
 
 def index(found: dict[str, dict[str, Any]]) -> str:
@@ -123,8 +124,8 @@ def index(found: dict[str, dict[str, Any]]) -> str:
         [
             "# The methods",
             "",
-            "Written by `python -m experiments.method_pages` from the methods' own files; recall and device bytes are those of",
-            "the setting on the method's page, on the shipped model and contexts of 2,048 tokens.",
+            "Written by `python -m experiments.method_pages` from the methods' own files; recall and device bytes are",
+            "those of the setting on the method's page, on the shipped model and contexts of 2,048 tokens.",
             "",
             "| method | | recall, device KiB |",
             "|---|---|---|",

@@ -9,6 +9,7 @@ from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader, Reading
+from kvjax.cache.read.retrieve import Index, Retrieve
 from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
 from kvjax.cache.select.select import Select, selecting
@@ -29,6 +30,7 @@ __all__ = [
     "HeadShares",
     "Host",
     "IncompatibleMethod",
+    "Index",
     "KVMethod",
     "KvjaxError",
     "Layer",
@@ -44,6 +46,7 @@ __all__ = [
     "Reader",
     "Reading",
     "Represent",
+    "Retrieve",
     "Scorer",
     "Scores",
     "Select",

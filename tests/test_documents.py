@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.methods.catalogue import RECIPES
+from experiments import method_pages
+from kvjax.methods.catalogue import RECIPES, load_all
 from kvjax.testing import toy_model
 
 ROOT = Path(__file__).parents[1]
@@ -50,3 +51,14 @@ def test_the_first_steps_of_the_readme(tmp_path):
     values = {"long_text": "import os\n" * 40}
     exec(compile(code, "document", "exec"), values)
     assert values["out"].tokens_per_second > 0 and values["context"].bytes["pinned_host"] > 0
+
+
+def test_the_pages_of_the_methods_are_those_of_the_code():
+    written = {path.name: path.read_text() for path in method_pages.PAGES.glob("*.md")}
+    assert written == method_pages.pages(), "run python -m experiments.method_pages"
+
+
+def test_every_method_has_a_page_with_its_formula_and_its_measurements():
+    found = method_pages.measured()
+    assert {r.name for r in load_all().values() if not r.formula} == set()
+    assert {r.example for r in load_all().values()} - set(found) == set()

@@ -4,9 +4,9 @@ A method is bound to each layer of a model. The bound layer turns a prompt's key
 fresh tokens to that state. The decoder knows nothing else of it, and a method knows of the model what `LayerSpec` says.
 
 On a mesh of devices each of them runs `prefill`, `extend` and `measure` of a layer on its own rows and heads: B and K
-are then its own, and what concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. Which part of a state
-or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B; of three axes or more, axis 1
-is K, or 1 for what all heads share, and equal for all of them. A number without axes is the same everywhere.
+are then its own, and what concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. Which part of a
+state or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B; of three axes or more,
+axis 1 is K, or 1 for what all heads share, and equal for all of them. A number without axes is the same everywhere.
 """
 
 from __future__ import annotations

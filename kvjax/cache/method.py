@@ -129,9 +129,10 @@ class MethodLayer:
         for name in ("k", "v", "read"):
             slot = getattr(m, name)
             if m.decode is not None and not slot.any_slot:
+                shared = "what it keeps beside the slots" if name == "read" else "a scale"
                 raise IncompatibleMethod(
-                    f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {slot}, cannot lose one: "
-                    "its groups of tokens share a scale or a summary; leave one of them out"
+                    f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(slot).__name__}, "
+                    f"cannot lose one: its groups of tokens share {shared}; leave one of them out"
                 )
         if m.apart is not None:
             m.apart.check(self)

@@ -45,14 +45,16 @@ ALL_HEADS = (
 )
 
 
-# A kernel, which no compiler divides.
-KERNEL = "kivi:bits=2,group=8,residual=8,kernel=pallas"
+OTHERS = (
+    ("kivi:bits=2,group=8,residual=8,kernel=pallas", (2, 2)),  # a kernel, which no compiler divides
+    ("infllm:block=2,sinks=1,local=4,topk=1,representatives=1,chunk=4", (1, 4)),  # heads choose one block together
+)
 
 
 def battery() -> list[tuple[str, tuple[int, int]]]:
     """(method, mesh): all meshes for what concerns all heads; for each trial of each recipe one that divides heads."""
     trials = sorted({trial.small for recipe in load_all().values() for trial in recipe.trials} - set(ALL_HEADS))
-    return [*itertools.product(ALL_HEADS, MESHES), (KERNEL, (2, 2)), *zip(trials, itertools.cycle(MESHES[:2]))]
+    return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(trials, itertools.cycle(MESHES[:2]))]
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:

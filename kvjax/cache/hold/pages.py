@@ -134,8 +134,8 @@ class Pages(Apart):
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `apart`, {self.share}, gives heads unequal lengths and cannot work with slot `{name}`, "
-                    f"{getattr(m, name)}: {reason}; leave one of them out"
+                    f"slot `apart` gives heads unequal lengths and cannot work with slot `{name}`, "
+                    f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
         self.share.at(layer.spec)
 

@@ -99,13 +99,13 @@ class Tier(Apart):
         method = layer.method
         if method.decode is not None:
             raise IncompatibleMethod(
-                f"slot `apart` holds the less salient prompt tokens for good, and slot `decode`, {method.decode}, "
-                "would have to evict them too; leave one of them out"
+                "slot `apart` holds the less salient prompt tokens for good, and slot `decode`, "
+                f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
             )
         if layer.needs.chunk:
             raise IncompatibleMethod(
-                f"slot `apart` divides a prompt that has been seen whole, and slot `read`, {method.read}, takes it in "
-                f"pieces of {layer.needs.chunk} tokens; leave one of them out"
+                "slot `apart` divides a prompt that has been seen whole, and slot `read`, "
+                f"{type(method.read).__name__}, takes it in pieces of {layer.needs.chunk} tokens; leave one of them out"
             )
 
 
