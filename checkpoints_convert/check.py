@@ -16,7 +16,7 @@ from checkpoints_convert.source import Source
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model
-from kvjax.run.api import logits
+from kvjax.run.calls import logits
 
 TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit, in float32."""

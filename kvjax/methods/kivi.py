@@ -40,8 +40,7 @@ def _trial(bits: int, group: int, residual: int, name: str = "") -> Trial:
     _trial(1, 4, 4, "1 bit"),
     formula="code = round((x - min) / s), s = (max - min) / (2^bits - 1), x' = code s + min; a group is `group` "
     "tokens of a channel (keys) or `group` channels of a token (values)",
-    differs="Every group is made of real tokens of its own row, never of padding; a "
-    "residual is a multiple of a group.",
+    differs="Every group is made of real tokens of its own row, never of padding; a residual is a multiple of a group.",
     example="kivi:bits=2",
 )
 def kivi(

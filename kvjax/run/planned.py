@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -29,13 +30,22 @@ def planned_bytes(
     capacity: tokens per row that there is room for (default: the prompt alone). No weights are needed. Where layers
     share a budget by what the prompt is like, it is counted as divided evenly.
     """
-    total = {"device": 0, "pinned_host": 0}
+    total, known = {"device": 0, "pinned_host": 0}, {}
     for layer in bind(method, config):
         slots = slots_of(layer, (prompt,), capacity or prompt)
-        arrays, _ = abstract_state(layer, config, prompt, slots, batch, dtype)
-        for kind, size in state_bytes(arrays).items():
+        alike = _unnumbered(layer), slots
+        if alike not in known:
+            arrays, _ = abstract_state(layer, config, prompt, slots, batch, dtype)
+            known[alike] = state_bytes(arrays)
+        for kind, size in known[alike].items():
             total[kind] += size
     return total
+
+
+def _unnumbered(layer: Layer) -> Layer:
+    """The layer without its number where it has one: layers that hold equally many slots hold equally many bytes."""
+    spec = getattr(layer, "spec", None)
+    return layer if spec is None else dataclasses.replace(layer, spec=dataclasses.replace(spec, index=0))
 
 
 def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:
