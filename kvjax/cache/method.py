@@ -87,6 +87,13 @@ class Method:
         return layer
 
 
+_WHY_NONE_LEAVES = {
+    "k": "its groups of tokens share a scale",
+    "v": "its groups of tokens share a scale",
+    "read": "its copy, summary or choice of tokens would keep what has left",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodLayer:
     """A method bound to one layer: the `Layer` of the contract, by the method's slots."""
@@ -129,11 +136,15 @@ class MethodLayer:
         for name in ("k", "v", "read"):
             slot = getattr(m, name)
             if m.decode is not None and not slot.any_slot:
-                shared = "what it keeps beside the slots" if name == "read" else "a scale"
                 raise IncompatibleMethod(
                     f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(slot).__name__}, "
-                    f"cannot lose one: its groups of tokens share {shared}; leave one of them out"
+                    f"cannot lose one: {_WHY_NONE_LEAVES[name]}; leave one of them out"
                 )
+        if m.attend is not None and self.needs.chunk:
+            raise IncompatibleMethod(
+                f"slot `attend`, {m.attend}, and slot `read`, {type(m.read).__name__}, both say what the prompt's own "
+                "queries read; leave one of them out"
+            )
         if m.apart is not None:
             m.apart.check(self)
         if m.decode is not None:
