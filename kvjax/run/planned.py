@@ -14,6 +14,7 @@ from kvjax.core.observe import Obs
 from kvjax.core.types import Block
 from kvjax.models.config import Config
 from kvjax.run.plan import bind
+from kvjax.run.prompts import round_up
 
 
 def planned_bytes(
@@ -23,19 +24,23 @@ def planned_bytes(
     *,
     capacity: int | None = None,
     batch: int = 1,
+    width: int | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> dict[str, int]:
     """`state_bytes` of the layers after a prefill of `batch` prompts of so many tokens each, without running anything.
 
-    capacity: tokens per row that there is room for (default: the prompt alone). No weights are needed. Where layers
-    share a budget by what the prompt is like, it is counted as divided evenly.
+    capacity: tokens per row that there is room for (default: the prompt alone). width: what prompts are padded to,
+    default as `prefill` does it; a second tier of precision has slots for so many tokens. No weights are needed. Where
+    layers share a budget by what the prompt is like, it is counted as divided evenly.
     """
     total, known = {"device": 0, "pinned_host": 0}, {}
+    capacity = prompt if capacity is None else capacity
+    width = min(round_up(prompt) if width is None else width, capacity)
     for layer in bind(method, config):
-        slots = slots_of(layer, (prompt,), capacity or prompt)
+        slots = slots_of(layer, (prompt,), capacity)
         alike = _unnumbered(layer), slots
         if alike not in known:
-            arrays, _ = abstract_state(layer, config, prompt, slots, batch, dtype)
+            arrays, _ = abstract_state(layer, config, width, slots, batch, dtype)
             known[alike] = state_bytes(arrays)
         for kind, size in known[alike].items():
             total[kind] += size

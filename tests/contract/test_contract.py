@@ -123,5 +123,6 @@ def test_c6_bytes_are_the_recipes_and_the_planned_ones(trial: Trial, dtype):
         assert state_bytes(state) == want
     if dtype == jnp.float32:
         assert state_bytes(start(trial.small)[2]) == want
-    planned = planned_bytes(trial.small, MODEL, layer.LONGEST, capacity=layer.CAPACITY, batch=layer.B, dtype=dtype)
+    sizes_of = {"capacity": layer.CAPACITY, "batch": layer.B, "width": layer.LONGEST, "dtype": dtype}
+    planned = planned_bytes(trial.small, MODEL, layer.LONGEST, **sizes_of)
     assert planned == want
