@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ def run_all(entries: Sequence[Entry], results: Path) -> dict[str, str]:
     """Runs all of them; returns what went wrong, by name."""
     results.mkdir(parents=True, exist_ok=True)
     start, wrong = time.monotonic(), {}
-    clock: Callable[[float], str] = lambda s: f"{int(s) // 60}:{int(s) % 60:02}"  # noqa: E731
+
+    def clock(s):
+        return f"{int(s) // 60}:{int(s) % 60:02}"
+
     for i, entry in enumerate(entries, 1):
         progress(f"{i} of {len(entries)}, {clock(time.monotonic() - start)} so far: {entry.name} {entry.arguments}")
         began = time.monotonic()

@@ -51,7 +51,10 @@ def kivi(
     group: elements that share a scale and a minimum (the paper: 32). residual: recent tokens in full precision (the
     paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or "original" (KIVI's rule). Attention
     in the prompt is exact; a residual as long as prompt and answer makes all of it exact. kernel: "auto", "xla" or
-    "pallas", see `readers.Full`.
+    "pallas", see `kvjax.parts.Full`.
     """
-    low = lambda axis: Kivi(bits, group, axis, residual, one_bit)  # noqa: E731
+
+    def low(axis):
+        return Kivi(bits, group, axis, residual, one_bit)
+
     return Method(k=low("channel"), v=low("token"), read=Full(kernel))

@@ -214,6 +214,9 @@ def specache(
     paper's Algorithm 3 would append the guess too). Candidates are slots held in low bits; recent tokens are exact.
     reduce: over the query heads of a key/value head, "mean" or "max".
     """
-    low = lambda axis: Kivi(bits, group, axis, residual, one_bit)  # noqa: E731
+
+    def low(axis):
+        return Kivi(bits, group, axis, residual, one_bit)
+
     read = Speculative(topk, low("channel"), low("token"), reduce, speculative)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -30,7 +30,10 @@ class Attention(nn.Module):
     def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
         c = self.config
         D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
-        linear = lambda name, *a, **kw: Linear(*a, **kw, dtype=self.dtype, name=name)  # noqa: E731
+
+        def linear(name, *a, **kw):
+            return Linear(*a, **kw, dtype=self.dtype, name=name)
+
         q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(pick(x, last)), 1, 3)
         k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
@@ -53,7 +56,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        linear = lambda name, *a: Linear(*a, bias=c.mlp_bias, dtype=self.dtype, name=name)  # noqa: E731
+
+        def linear(name, *a):
+            return Linear(*a, bias=c.mlp_bias, dtype=self.dtype, name=name)
+
         gate = linear("gate", "D F", (c.width, c.mlp_width))(x)
         up = linear("up", "D F", (c.width, c.mlp_width))(x)
         return linear("down", "F D", (c.mlp_width, c.width))(jax.nn.silu(gate) * up)
@@ -69,7 +75,10 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
         c = self.config
-        norm = lambda name: RMSNorm(c.width, c.norm_eps, dtype=self.dtype, name=name)  # noqa: E731
+
+        def norm(name):
+            return RMSNorm(c.width, c.norm_eps, dtype=self.dtype, name=name)
+
         with jax.named_scope("attention"):
             attention = Attention(c, self.layer, self.dtype, name="attention")
             y, state = attention(norm("attention_norm")(x), angles, attend, last)
@@ -85,7 +94,10 @@ def pick(x: Array, last: Array | None) -> Array:
 
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Fresh parameters with their axis letters (`flax.linen.unbox` drops them)."""
-    attend = lambda layer, q, k, v: (q, None)  # noqa: E731  (shapes are all that matters here)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        return q, None  # shapes are all that matters here
+
     zero = jnp.zeros((1, 1), jnp.int32)
     return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
 

@@ -28,7 +28,7 @@ class Carry:
     i: Array  # i32[], columns of `out` that are filled
     keys: Array  # one per row
     eos: Array  # i32[E]
-    guess: Array | None = None  # i32[B], for a method with lookahead: what may come after `token`
+    guess: Array | None = None  # i32[B], for a method that guesses: what may come after `token`
 
 
 def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
@@ -39,7 +39,7 @@ def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler
 
 
 def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
-    """One token for every row; under lookahead beside a guess, which is never kept."""
+    """One token for every row; beside a guess where the method wants one, which is never kept."""
     tokens = jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
     logits, cache = forward.advance(params, tokens, carry.cache, setting, 1)
     carry = dataclasses.replace(carry, cache=cache)

@@ -40,7 +40,10 @@ def sampler(
         if (top_k, top_p, min_p) != (None, None, None):
             raise KvjaxError("top_k, top_p and min_p need temperature > 0; temperature 0 is greedy")
         return Sampler()
-    number = lambda x, dtype: None if x is None else jnp.asarray(x, dtype)  # noqa: E731
+
+    def number(x, dtype):
+        return None if x is None else jnp.asarray(x, dtype)
+
     return Sampler(
         jnp.float32(temperature), number(top_k, jnp.int32), number(top_p, jnp.float32), number(min_p, jnp.float32)
     )

@@ -106,7 +106,10 @@ class Kivi(Codec):
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
         codes, scale, lo = self._quantise(x)
         known = inside if self.axis == "token" else inside[:, :, :: self.group]
-        keep = lambda a, ok: jnp.where(ok, a, jnp.zeros((), a.dtype))  # noqa: E731
+
+        def keep(a, ok):
+            return jnp.where(ok, a, jnp.zeros((), a.dtype))
+
         return Packed(
             memory.pack(quant.pack(keep(codes, inside), self.bits, self._word_axis)),
             memory.pack(keep(scale, known)),
@@ -203,7 +206,10 @@ class Kivi(Codec):
     def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
         """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; finite if unsettled."""
         per_group = self.group if self.axis == "channel" else 1
-        of = lambda buf, n: memory.piece(buf, row, rows, start // n, count // n)  # noqa: E731
+
+        def of(buf, n):
+            return memory.piece(buf, row, rows, start // n, count // n)
+
         codes = quant.unpack(
             of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1
         )

@@ -41,7 +41,9 @@ def scores(q: Array, slots: int, size: Size, decode: Decode) -> Array:
         return attention.scores(q, decode(row, size.rows, start, count)[None])[0]
 
     def of_rows(row: Array) -> Array:
-        step = lambda _, i: (None, piece(row, i * size.slots, size.slots))  # noqa: E731
+        def step(_, i):
+            return (None, piece(row, i * size.slots, size.slots))
+
         s = lax.scan(step, None, jnp.arange(slots // size.slots, dtype=jnp.int32))[1]
         s = jnp.moveaxis(s, 0, 3).reshape(size.rows, G, T, -1)
         left = slots % size.slots
@@ -60,7 +62,9 @@ def mix(p: Array, H: int, size: Size, decode: Decode) -> Array:
         return attention.mix(p[None], decode(row, size.rows, start, count)[None])[0]
 
     def of_rows(row: Array) -> Array:
-        step = lambda acc, i: (acc + piece(row, i * size.slots, size.slots), None)  # noqa: E731
+        def step(acc, i):
+            return (acc + piece(row, i * size.slots, size.slots), None)
+
         zero = jnp.zeros((size.rows, G, T, H))
         out = lax.scan(step, zero, jnp.arange(slots // size.slots, dtype=jnp.int32))[0]
         left = slots % size.slots

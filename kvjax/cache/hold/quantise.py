@@ -76,7 +76,10 @@ def _shifts(bits: int, axis: int, ndim: int) -> Array:
 def _rounder(dtype):
     """Rounds a float32 result to a narrower dtype and back: one float32 operation so rounded is that dtype's own."""
     info = jnp.finfo(dtype)
-    narrow = lambda x: lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)  # noqa: E731
+
+    def narrow(x):
+        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
     if info.nexp == 8:
         return narrow
     # Below the smallest normal number float16 goes on in equal steps, where reduce_precision gives zero.

@@ -135,7 +135,9 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
     """
     key = jnp.where(allowed, _ordered(scores), jnp.uint32(0))
     count = count.reshape(*count.shape, *(1,) * (key.ndim - count.ndim))
-    number = lambda mask: mask.sum(-1, keepdims=True, dtype=jnp.int32)  # noqa: E731
+
+    def number(mask):
+        return mask.sum(-1, keepdims=True, dtype=jnp.int32)
 
     def score_bit(i, least):
         higher = least | (jnp.uint32(2**31) >> i.astype(jnp.uint32))

@@ -105,7 +105,10 @@ def _programs(plan: Plan, splits: int | None, q, k: Codes, v: Codes, pos, q_pos,
     B, K, G, T, H = q.shape
     n, heads = pl.cdiv(G * T, ROWS), pos.shape[1] > 1  # programs for the queries of a head
     splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORDS), PROGRAMS // (B * K * n)))
-    whole = lambda x: pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))  # noqa: E731
+
+    def whole(x):
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))
+
     row = pl.BlockSpec((None, None, None, ROWS), lambda b, k, s: (b, k // n, s, k % n))
     return pl.pallas_call(
         functools.partial(kernel, plan),

@@ -106,7 +106,10 @@ def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_re
         return _block(plan, refs, q, q_pos, settled, (split + i * splits) * WORDS, carry)
 
     mine = pl.cdiv(jnp.maximum(pl.cdiv(settled, plan.per * WORDS) - split, 0), splits)
-    zero = lambda *shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
+
+    def zero(*shape):
+        return jnp.zeros(shape, jnp.float32)
+
     o = (zero(2 * ROWS, plan.chunk),) * (plan.channels // plan.v_group)
     carry = o, jnp.full((2 * ROWS,), NEG, jnp.float32), zero(2 * ROWS, 2 * WORDS)
     o, m, l = lax.fori_loop(0, mine, block, carry)
@@ -177,7 +180,10 @@ def _clip(plan: Plan, word):
 def _keys(plan: Plan, refs: Refs, settled, first):
     """Step -> tile [(plane, word), (channel, half)]."""
     word = _clip(plan, first + _range(WORDS))
-    load = lambda ref, row, ok=None: _load(ref, row, 0, plan.channels, plan.width, ok)  # noqa: E731
+
+    def load(ref, row, ok=None):
+        return _load(ref, row, 0, plan.channels, plan.width, ok)
+
     words, same = load(refs.k_words, word), math.gcd(plan.k_group, plan.per)
 
     @functools.cache
@@ -222,7 +228,10 @@ def _floats(plan: Plan, words, j, join):
         return join(*_halves(plan, words, plan.bits * j, plan.bits))
     n = plan.bits // 2
     low, high = (join(*_halves(plan, words, at, n)) for at in (plan.bits * j, plan.bits * j + n))
-    x = lambda value: jnp.full(low.shape, value, plan.dtype)  # noqa: E731
+
+    def x(value):
+        return jnp.full(low.shape, value, plan.dtype)
+
     return _multiply_add(plan, low, x(1), _multiply_add(plan, high, x(2**n), x(-(4**n) - 2**n)))
 
 
