@@ -41,7 +41,7 @@ class Reader:
         return None
 
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
-        """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on."""
+        """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on; T may be 0."""
         return aux
 
     def read(

@@ -48,6 +48,8 @@ class Index:
     def write(self, aux: Any, fresh: Block, at: Array) -> Any:
         """The same after the tokens [B K T H], now in the slots from at i32[B 1] on."""
         B, K, T, _ = fresh.k.shape
+        if not T:
+            return aux
         units = (T + self.size - 2) // self.size + 1  # that T tokens touch at most
         first = at // self.size
         touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
