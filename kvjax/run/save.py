@@ -58,7 +58,8 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
     """(the method, the cache, the logits of each row's last token f32[B V]); raises as `kvjax.resume` does."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # NumPy leaves a file that is no archive open, if it opened it itself.
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             header = json.loads(file[HEADER].tobytes())
             _check(header, path, model)
             found = {name: _array(file[name], said) for name, said in header["arrays"].items()}
