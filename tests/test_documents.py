@@ -38,7 +38,7 @@ def clean_catalogue():
 )
 def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
     before = set(RECIPES)
-    exec(compile(code, "document", "exec"), {"__name__": "document"})
+    exec(compile(code, "document", "exec", dont_inherit=True), {"__name__": "document"})
     (name,) = set(RECIPES) - before
     model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
     for method in (name, WRITTEN[name]):
@@ -49,7 +49,7 @@ def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_ca
 def test_the_first_steps_of_the_readme(tmp_path):
     (code,) = [b for b in blocks("README.md") if 'kvjax.load("testbed")' in b]
     values = {"long_text": "import os\n" * 40}
-    exec(compile(code, "document", "exec"), values)
+    exec(compile(code, "document", "exec", dont_inherit=True), values)
     assert values["out"].tokens_per_second > 0 and values["context"].bytes["pinned_host"] > 0
 
 

@@ -42,9 +42,11 @@ def test_text_round_trips(model):
 def test_it_recalls_what_a_context_says(model, method):
     rng = np.random.default_rng(0)
     instances = [tasks.recall(rng, 512, corpus.load("held_out").window, questions=4) for _ in range(4)]
-    right, state = harness.answers(model, kvjax.parse(method), instances)
+    right, size = harness.answers(model, kvjax.parse(method), instances)
     assert np.mean(right) >= 0.8
-    assert state.length.tolist() == [512] * 4
+    c = model.config
+    token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+    assert sum(size.values()) >= 4 * 512 * token  # neither loses any of 512 tokens
 
 
 def test_it_predicts_code_better_than_chance(model):
