@@ -18,7 +18,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Bytes, Sizes, Trial, constant, everything, selected
 
 __all__ = [
     "Apart",
@@ -55,8 +55,11 @@ __all__ = [
     "Trial",
     "by_heads",
     "by_tokens",
+    "constant",
+    "everything",
     "mass",
     "over_heads",
     "recipe",
+    "selected",
     "selecting",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method import Method
-from kvjax.core.types import IncompatibleMethod
+from kvjax.core.types import IncompatibleMethod, SlotTaken
 
 
 def compose(a: Method, b: Method) -> Method:
@@ -43,10 +43,11 @@ def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
     return Host(codec) if isinstance(x, Host) or isinstance(y, Host) else codec
 
 
-def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> IncompatibleMethod:
-    return IncompatibleMethod(
+def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> SlotTaken:
+    return SlotTaken(
+        slot,
         f"{_called(a)} and {_called(b)} both fill the slot `{slot}`: {x} and {y}; "
-        f"leave one of them out, or set the slot with dataclasses.replace"
+        f"leave one of them out, or set the slot with dataclasses.replace",
     )
 
 

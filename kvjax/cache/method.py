@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.apart import Apart
-from kvjax.cache.calls import in_pieces, singly
 from kvjax.cache.contract import LayerSpec, LayerState, Needs, Traits
 from kvjax.cache.decode.policy import Policy, first_empty
 from kvjax.cache.hold.codecs import Codec, Host, Plain
@@ -20,6 +19,7 @@ from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.select import Select
 from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import gather
+from kvjax.cache.stepping import in_pieces, singly
 from kvjax.core import memory
 from kvjax.core.attention import Pattern, attend_dense, merge
 from kvjax.core.observe import Obs
@@ -52,7 +52,7 @@ class Method:
     read: Reader = Full()
     attend: Pattern | None = None
     device_layers: int = 0
-    recipe: str = dataclasses.field(default="", compare=False)  # the string that made it; see `name`
+    recipe: str = dataclasses.field(default="", compare=False)  # the string that made it, as `name_of` checks
 
     def __post_init__(self):
         if self.device_layers < 0:
@@ -63,13 +63,12 @@ class Method:
     @property
     def traits(self) -> Traits:
         """What reports may say of it."""
-        every = Method()
-        exact = dataclasses.replace(self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0)
+        on_device = dataclasses.replace(self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0)
         return Traits(
             evicts=self.select is not None or self.decode is not None,
-            exact=exact == every,
+            exact=on_device == Method(),
             constant=self.decode is not None,
-            host=isinstance(self.k, Host) or isinstance(self.v, Host) or self.read.host,
+            host=isinstance(self.k, Host) or isinstance(self.v, Host),
             after_prompt=self.select is not None,
         )
 
@@ -215,10 +214,16 @@ class MethodLayer:
             return block.k
         return self.spec.rope.bare(block.k, block.pos).astype(block.k.dtype)
 
-    @property
-    def _stepwise(self) -> bool:
+    def _takes_singly(self, count: int, commit: int) -> bool:
+        """Whether a call of so many tokens, of which `commit` are kept, has to be one call for each of them."""
         m = self.method
-        return m.k.stepwise or m.v.stepwise or m.read.stepwise or m.decode is not None
+        if count == 1:
+            return False
+        if m.decode is None:
+            # What is not kept changes nothing that others see, so one token and any guesses make a single step.
+            return commit > 1 and (m.k.stepwise or m.v.stepwise or m.read.stepwise)
+        # A policy takes one token a step, beside a guess only if the reader is made for that.
+        return commit > 1 or not m.read.guesses
 
     def extend(
         self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any = None
@@ -228,7 +233,7 @@ class MethodLayer:
         A chunk of T tokens gives what T single steps give.
         """
         m, T, q_pos = self.method, q.shape[3], fresh.pos[:, 0]
-        if T > 1 and self._stepwise and not (commit <= 1 and (m.read.guesses or not m.decode)):
+        if self._takes_singly(T, commit):
             if commit < T and m.decode is None:
                 raise KvjaxError(
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
@@ -260,19 +265,27 @@ class MethodLayer:
         return out, state, found.carry
 
     def _append(self, state: LayerState, fresh: Block) -> LayerState:
+        """The state with fresh tokens: behind the last slot in use, or under a policy one in any empty slot."""
         count = fresh.pos.shape[2]
-        if not count and state.n is None:
-            return state  # without a policy, codecs may have something due even before a step that keeps nothing
-        at = first_empty(state.pos) if state.n is None else state.n[:, None]
         pos = jnp.broadcast_to(fresh.pos, (*state.pos.shape[:2], count))
-        where = at if state.n is not None else jnp.where(pos[:, :, 0] >= 0, at, state.pos.shape[2])
+        if state.n is None:
+            if not count:
+                return state
+            at, n = first_empty(state.pos), None
+            where = jnp.where(pos[:, :, 0] >= 0, at, state.pos.shape[2])  # of padding no position is noted
+        else:  # also without tokens: a codec may have something due before the next ones are read
+            at = where = state.n[:, None]
+            n = state.n + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        bias = state.bias
+        if bias is not None:  # a fresh token stands for itself alone
+            bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), where)
         return dataclasses.replace(
             state,
             k=self.k.write(state.k, self._as_held(fresh), at),
             v=self.v.write(state.v, fresh.v, at),
             pos=memory.put(state.pos, pos, where),
-            n=None if state.n is None else state.n + (fresh.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32),
-            bias=None if state.bias is None else memory.put(state.bias, _zero_bias(state.bias, count), where),
+            n=n,
+            bias=bias,
             aux=self.method.read.write(state.aux, fresh, at, self.spec),
         )
 
@@ -283,8 +296,3 @@ def _grown(block: Block, slots: int) -> Block:
     k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
     bias = None if block.bias is None else jnp.pad(block.bias, more)
     return Block(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
-
-
-def _zero_bias(bias: Array, count: int) -> Array:
-    """A fresh token stands for itself alone."""
-    return jnp.zeros((*bias.shape[:2], count), bias.dtype)

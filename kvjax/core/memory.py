@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,15 @@ class Buffer:
     def host(self) -> bool:
         """Whether the rows live in pinned host memory; works on tracers too."""
         return is_host(self.data)
+
+
+def each(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`fun` of each buffer of a tree, and of what is in its place in other trees; what is no buffer stays as it is."""
+
+    def apply(x: Any, *same_place: Any) -> Any:
+        return fun(x, *same_place) if isinstance(x, Buffer) else x
+
+    return jax.tree.map(apply, tree, *others, is_leaf=lambda x: isinstance(x, Buffer))
 
 
 def is_host(x) -> bool:

@@ -64,3 +64,11 @@ class KvjaxError(ValueError):
 
 class IncompatibleMethod(KvjaxError):
     """Two slots of a method that cannot work together."""
+
+
+class SlotTaken(IncompatibleMethod):
+    """Two methods that fill the same slot differently."""
+
+    def __init__(self, slot: str, message: str):
+        super().__init__(message)
+        self.slot = slot

@@ -10,7 +10,7 @@ from kvjax.cache.decode.policy import at_least
 from kvjax.cache.method import Method
 from kvjax.core.types import Array
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, everything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,9 @@ class AShape:
         return some, (last < self.sinks) | (beyond_sinks > end - self.recent)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
-
-
 @recipe(
     "A-shape heads of MInference, Jiang et al. 2024, arXiv 2407.02490, section 3; StreamingLLM's pattern, 2309.17453",
-    Trial("a_shape:sinks=1,recent=2", "a_shape:sinks=1,recent=100", _bytes),
+    Trial("a_shape:sinks=1,recent=2", "a_shape:sinks=1,recent=100", everything),
     formula="a prompt's query at t reads s <= t where s < sinks or s > t - recent",
     differs="MInference gives each head one of three patterns by a search; here all heads have this one.",
     example="a_shape:sinks=64,recent=512",

@@ -16,7 +16,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +86,11 @@ def _chance(seed: int, spec: LayerSpec, pos: Array, shape: tuple[int, int, int])
     return bits.astype(jnp.float32) * np.float32(2**-24)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(6)
-    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
-
-
 @recipe(
     "CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress",
-    Trial("accumulated:budget=6,recent=2 + cam:window=2", "accumulated:budget=100,recent=2 + cam:window=2", _bytes),
+    Trial(
+        "accumulated:budget=6,recent=2 + cam:window=2", "accumulated:budget=100,recent=2 + cam:window=2", selected(6)
+    ),
     formula="p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for "
     "each of them",
     differs="The authors merge one token a step while decoding, and take the mean over all recent tokens; here all "

@@ -14,7 +14,7 @@ from kvjax.cache.select.select import Choice
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
 ROUNDING = 1e-6  # a cosine this little below the threshold has reached it: so that equal cosines fare alike
 
@@ -70,22 +70,17 @@ def _by_token(lost: Lost) -> Array:
     return lost.mask & (lost.cosine >= mean - ROUNDING)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(6)
-    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
-
-
-def _bytes_counted(x: Sizes) -> Bytes:
-    return Bytes(_bytes(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
+def _counted(x: Sizes) -> Bytes:
+    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
 
 
 @recipe(
     "D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code",
-    Trial("accumulated:budget=6,recent=2 + d2o", "accumulated:budget=100,recent=2 + d2o", _bytes),
+    Trial("accumulated:budget=6,recent=2 + d2o", "accumulated:budget=100,recent=2 + d2o", selected(6)),
     Trial(
         "accumulated:budget=6,recent=2 + d2o:rule=paper,count=true",
         "accumulated:budget=100,recent=2 + d2o:rule=paper,count=true",
-        _bytes_counted,
+        _counted,
         name="as in the paper, counted",
     ),
     formula="u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or "

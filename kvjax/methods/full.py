@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
-
-
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
+from kvjax.methods.trial import Trial, everything
 
 
 @recipe(
     "Vaswani et al. 2017, arXiv 1706.03762; Pope et al. 2022, arXiv 2211.05102",
-    Trial("full", "full", _bytes),
+    Trial("full", "full", everything),
     formula="out = softmax(q_t k_s / sqrt(H)) v_s over all s <= t",
 )
 def full() -> Method:

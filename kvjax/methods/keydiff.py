@@ -13,7 +13,7 @@ from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,9 @@ def _unit(x: Array) -> Array:
     return x / jnp.maximum(length, 1e-12)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(5)
-    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
-
-
 @recipe(
     "KeyDiff, Park et al. 2025, arXiv 2504.15364, section 3; scored once after the prompt as in kvpress",
-    Trial("keydiff:budget=5", "keydiff:budget=100", _bytes),
+    Trial("keydiff:budget=5", "keydiff:budget=100", selected(5)),
     formula="score_s = -cos(k_s, mean over the row's tokens of k / |k|)",
     differs="The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; "
     "here, as in kvpress, the prompt is attended in full and compressed once.",

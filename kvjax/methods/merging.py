@@ -14,7 +14,7 @@ from kvjax.cache.select.select import Choice
 from kvjax.cache.select.units import top
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +53,13 @@ def _norms(x: Array) -> Array:
     return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(6)
-    return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row())
-
-
 @recipe(
     "MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)",
-    Trial("keynorm:budget=6 + merging", "keynorm:budget=100 + merging", _bytes),
+    Trial("keynorm:budget=6 + merging", "keynorm:budget=100 + merging", selected(6)),
     Trial(
         "keynorm:budget=6 + merging:threshold=0.1,fraction=0.5",
         "keynorm:budget=100 + merging:threshold=0.1,fraction=0.5",
-        _bytes,
+        selected(6),
         name="the nearest half",
     ),
     formula="u_e = max cos(k_e, k_kept), w_e = max(u_e, 0) |v_e| / (|v_e| + |v|); v <- (v + sum of w_e v_e) / (1 + "

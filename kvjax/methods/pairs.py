@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvjax.cache.compose import compose
 from kvjax.cache.contract import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.core.types import IncompatibleMethod
+from kvjax.core.types import IncompatibleMethod, SlotTaken
 from kvjax.methods.strings import parse
 
 LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=128, window=None, rope=Rope(128))
@@ -15,6 +15,23 @@ LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=128, window=
 
 SELECTION = "snapkv"
 """What a method stands on that works on another one's selection."""
+
+
+BOTH = {
+    "select": "both choose which prompt tokens stay",
+    "represent": "both choose what stands for the lost tokens",
+    "merge": "both fold lost tokens into others",
+    "shares": "both divide the budget among layers",
+    "apart": "both hold prompt tokens apart",
+    "decode": "both say which token leaves while decoding",
+    "positions": "both say how positions are counted",
+    "k": "both say how keys are held",
+    "v": "both say how values are held",
+    "read": "both say which slots a query reads",
+    "attend": "both say what the prompt's own queries read",
+    "device_layers": "both say how many first layers stay on the device",
+}
+"""What two methods do that fill the same slot."""
 
 
 class Verdict(NamedTuple):
@@ -29,8 +46,8 @@ def verdict(a: str, b: str) -> Verdict:
     """Of two method strings at their default sizes."""
     try:
         method = compose(parse(a), parse(b))
-    except IncompatibleMethod as clash:
-        return Verdict(False, _slot_clash(str(clash)))
+    except SlotTaken as clash:
+        return Verdict(False, BOTH[clash.slot])
     try:
         method.bind(LAYER)
         return Verdict(True)
@@ -42,24 +59,3 @@ def verdict(a: str, b: str) -> Verdict:
     except IncompatibleMethod as over_selection:
         return Verdict(False, str(over_selection))
     return Verdict(True, over_selection=True)
-
-
-def _slot_clash(message: str) -> str:
-    """A clash of two values for one slot, in short."""
-    for slot, said in {
-        "select": "both choose which prompt tokens stay",
-        "represent": "both choose what stands for the lost tokens",
-        "merge": "both fold lost tokens into others",
-        "decode": "both say which token leaves while decoding",
-        "read": "both say which slots a query reads",
-        "k": "both say how keys are held",
-        "v": "both say how values are held",
-        "apart": "both hold prompt tokens apart",
-        "shares": "both divide the budget among layers",
-        "attend": "both say what the prompt's own queries read",
-        "positions": "both say how positions are counted",
-        "device_layers": "both say how many first layers stay on the device",
-    }.items():
-        if f"slot `{slot}`" in message:
-            return said
-    return message

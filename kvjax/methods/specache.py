@@ -67,7 +67,6 @@ class Speculative(Reader):
 
     stepwise = True
     any_slot = False  # the low-bit copy holds groups of tokens
-    host = True
 
     def begin(self, block: Block, spec: LayerSpec) -> Copy:
         B, K, S, H = block.k.shape

@@ -17,7 +17,7 @@ from kvjax.cache.read.retrieve import attend_slots
 from kvjax.core.attention import NEG, weights
 from kvjax.core.types import Array, KvjaxError, Partial
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, everything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +87,9 @@ def _slots(held: Array, wanted: Array) -> Array:
     return jnp.where(there, slot, -1).reshape(wanted.shape)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
-
-
 @recipe(
     "TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3",
-    Trial("tidal_decode:topk=3,dense=0", "tidal_decode:topk=100,dense=0", _bytes),
+    Trial("tidal_decode:topk=3,dense=0", "tidal_decode:topk=100,dense=0", everything),
     formula="layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last choosing layer below l",
     differs="A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation "
     "code may drop it.",

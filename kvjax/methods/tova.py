@@ -14,7 +14,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, IncompatibleMethod
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +63,10 @@ class Tova(Policy):
             )
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(5) + x.positions(5))
-
-
 @recipe(
     "TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2",
-    Trial("tova:budget=4", "tova:budget=100", _bytes),
-    Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", _bytes, name="keeps the newest"),
+    Trial("tova:budget=4", "tova:budget=100", constant(5)),
+    Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", constant(5), name="keeps the newest"),
     formula="w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves",
     example="tova:budget=512",
 )

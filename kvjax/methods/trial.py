@@ -43,6 +43,11 @@ class Bytes(NamedTuple):
     pinned_host: int = 0
 
 
+def everything(x: Sizes) -> Bytes:
+    """What all tokens take, plainly and on the device."""
+    return Bytes(2 * x.rows(x.S) + x.positions(x.S) + x.per_row())
+
+
 def selected(budget: int, per_head: bool = True) -> Callable[[Sizes], Bytes]:
     """What a selection of so many prompt tokens takes; per_head: whether each head has its own."""
 

@@ -15,7 +15,6 @@ from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
 from kvjax.run import calls, save
 from kvjax.run import prefill as prompt_runner
-from kvjax.run.forward import guesses
 from kvjax.run.generate import Decoding, Result, decoding, joined
 from kvjax.run.plan import bind
 from kvjax.run.prefill import Clock
@@ -121,11 +120,6 @@ class Context:
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
         return save.write(path, self.model, self.method, self.cache, self.last)
-
-    @property
-    def guesses(self) -> int:
-        """Guessed tokens that the method has each decode step carry."""
-        return guesses(self.cache.plan)
 
     def _check_room(self, more: int) -> None:
         used = int(np.max(np.asarray(self.cache.length)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.core import attention, memory
@@ -98,13 +97,13 @@ class Host(Codec):
         return self.inner.any_slot
 
     def encode(self, x: Array, pos: Array) -> Any:
-        return _each_buffer(memory.to_host, self.inner.encode(x, pos))
+        return memory.each(memory.to_host, self.inner.encode(x, pos))
 
     def decode(self, stored: Any) -> Array:
         return self.inner.decode(self.load(stored))
 
     def load(self, stored: Any) -> Any:
-        return self.inner.load(_each_buffer(memory.to_device, stored))
+        return self.inner.load(memory.each(memory.to_device, stored))
 
     def write(self, stored: Any, x: Array, at: Array) -> Any:
         return self.inner.write(stored, x, at)
@@ -123,12 +122,3 @@ class Host(Codec):
 
     def on_device(self) -> Codec:
         return self.inner.on_device()
-
-
-def _each_buffer(move, stored: Any) -> Any:
-    """What is no buffer stays where it is."""
-
-    def is_buffer(x) -> bool:
-        return isinstance(x, memory.Buffer)
-
-    return jax.tree.map(lambda x: move(x) if is_buffer(x) else x, stored, is_leaf=is_buffer)

@@ -129,14 +129,14 @@ class Rows(Codec):
         return Coded(jax.tree.map(memory.pack, self._coded(x)), x.shape[3], x.dtype.name)
 
     def decode(self, stored: Coded) -> Array:
-        return self._plain(_each(memory.unpack, stored), stored.dtype)
+        return self._plain(memory.each(memory.unpack, stored.parts), stored.dtype)
 
     def write(self, stored: Coded, x: Array, at: Array) -> Coded:
-        parts = _each(lambda held, new: memory.append(held, new, at), stored, self._coded(x))
+        parts = memory.each(lambda held, new: memory.append(held, new, at), stored.parts, self._coded(x))
         return dataclasses.replace(stored, parts=parts)
 
     def rows(self, stored: Coded, idx: Array) -> Array:
-        return self._plain(_each(lambda held: memory.rows(held, idx), stored), stored.dtype)
+        return self._plain(memory.each(lambda held: memory.rows(held, idx), stored.parts), stored.dtype)
 
     def scores(self, q: Array, stored: Coded) -> Array:
         """A piece of heads and slots at a time, the query rotated once."""
@@ -162,7 +162,9 @@ class Rows(Codec):
 
     def _piece_of(self, stored: Coded) -> pieces.Decode:
         def piece(row: Array, rows: int, start: Array | int, count: int) -> Array:
-            return self.quantiser.decode(_each(lambda held: memory.piece(held, row, rows, start, count), stored))
+            return self.quantiser.decode(
+                memory.each(lambda held: memory.piece(held, row, rows, start, count), stored.parts)
+            )
 
         return piece
 
@@ -199,11 +201,6 @@ def _scale(span: Array, steps: float) -> Array:
 def _rounded(x: Array) -> Array:
     """To the nearest whole number, halves away from zero."""
     return jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)
-
-
-def _each(fun: Any, stored: Coded, *others: Any) -> Any:
-    """fun of each buffer, and of the arrays in the same places of other trees."""
-    return jax.tree.map(fun, stored.parts, *others, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
 
 def _rows_and_slots(stored: Coded) -> tuple[int, int]:

@@ -33,7 +33,6 @@ class Reader:
     guesses = 0  # guessed tokens that each decode step should carry
     stepwise = False  # whether fresh tokens must come one by one
     any_slot = True  # whether tokens may come and go in any order of slots
-    host = False  # whether it keeps something in host memory
     chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
 
     def begin(self, block: Block, spec: LayerSpec) -> Any:

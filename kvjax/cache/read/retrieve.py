@@ -53,9 +53,9 @@ class Index:
         units = (T + self.size - 2) // self.size + 1  # that T tokens touch at most
         first = at // self.size
         touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
-        before = _each_buffer(lambda buffer: memory.rows(buffer, touched), aux)
+        before = memory.each(lambda buffer: memory.rows(buffer, touched), aux)
         after = self.join(before, self.summarise(*self._by_unit(fresh, at % self.size, units)))
-        return _each_buffer(lambda buffer, rows: memory.append(buffer, rows, first), aux, after)
+        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), aux, after)
 
     def _by_unit(self, block: Block, offset: Array, units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block's first goes to place offset i32[B 1]."""
@@ -106,7 +106,7 @@ class Retrieve(Reader):
     def read(
         self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
     ) -> Reading:
-        summary, own_slots = _each_buffer(memory.unpack, state.aux), slots_of_queries(state, q_pos)
+        summary, own_slots = memory.each(memory.unpack, state.aux), slots_of_queries(state, q_pos)
 
         def attend(q: Array, q_pos: Array) -> Partial:
             with jax.named_scope("retrieve"):
@@ -190,7 +190,3 @@ def attend_slots(layer: Any, state: LayerState, q: Array, q_pos: Array, slots: A
     p, m, l = weights(jnp.where(seen[:, :, :, None], s, NEG))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))
-
-
-def _each_buffer(fun: Callable[..., Any], buffers: Any, *others: Any) -> Any:
-    return jax.tree.map(fun, buffers, *others, is_leaf=lambda x: isinstance(x, memory.Buffer))
