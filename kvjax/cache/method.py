@@ -81,7 +81,7 @@ class Method:
         here = dataclasses.replace(self, device_layers=0, recipe="")
         if spec.index < self.device_layers:
             here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        layer = MethodLayer(here, spec)
+        layer = MethodLayer(dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec)), spec)
         layer.check()
         return layer
 
@@ -115,7 +115,7 @@ class MethodLayer:
         """What the slots ask of the decoder."""
         m = self.method
         asked = [0 if m.select is None else m.select.scorer.queries, 0 if m.decode is None else m.decode.queries]
-        asked += [x.queries for x in (m.apart, m.shares) if x is not None]
+        asked += [x.queries for x in (m.k, m.v, m.apart, m.shares) if x is not None]
         queries = None if None in asked else max(asked)
         chunk = 0 if m.select else m.read.chunk
         return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend)
@@ -194,7 +194,7 @@ class MethodLayer:
             block = gather(block, stay)
         block = _grown(block, slots)
         n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        k, v = self.k.encode(self._as_held(block), block.pos), self.v.encode(block.v, block.pos)
+        k, v = self.k.begin(self.as_held(block), block.pos, seen), self.v.begin(block.v, block.pos, seen)
         return LayerState(k, v, block.pos, n, block.bias, m.read.begin(block, self.spec), marks, apart)
 
     def selected(self, block: Block, seen: Obs | None, slots: int, share: HeadShares | None = None) -> Block:
@@ -208,11 +208,22 @@ class MethodLayer:
         kept = gather(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
-    def _as_held(self, block: Block) -> Array:
-        """The keys as the codec gets them: without rotation where positions are counted inside the cache."""
-        if self.method.positions == "true":
+    def as_held(self, block: Block) -> Array:
+        """The keys as the codec gets them: without rotation where it asks so, or positions are those in the cache."""
+        if self.method.positions == "true" and not self.k.bare:
             return block.k
         return self.spec.rope.bare(block.k, block.pos).astype(block.k.dtype)
+
+    def keys(self, stored: Any, pos: Array) -> Array:
+        """All keys of the codec [B K S H], rotated to their positions i32[B 1|K S]."""
+        return self._rotated(self.k.decode(stored), pos)
+
+    def key_rows(self, stored: Any, idx: Array, pos: Array) -> Array:
+        """Of these keys, those in slots idx i32[B K n] at positions i32[B 1|K n]: [B K n H]."""
+        return self._rotated(self.k.rows(stored, idx), pos)
+
+    def _rotated(self, k: Array, pos: Array) -> Array:
+        return self.spec.rope.turn(k, pos).astype(k.dtype) if self.k.bare else k
 
     def _takes_singly(self, count: int, commit: int) -> bool:
         """Whether a call of so many tokens, of which `commit` are kept, has to be one call for each of them."""
@@ -281,7 +292,7 @@ class MethodLayer:
             bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), where)
         return dataclasses.replace(
             state,
-            k=self.k.write(state.k, self._as_held(fresh), at),
+            k=self.k.write(state.k, self.as_held(fresh), at),
             v=self.v.write(state.v, fresh.v, at),
             pos=memory.put(state.pos, pos, where),
             n=n,

@@ -229,7 +229,7 @@ class Blocks(Reader):
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
-            k, v = layer.k.rows(state.k, at), layer.v.rows(state.v, at)
+            k, v = layer.key_rows(state.k, at, _of(state.pos, at)), layer.v.rows(state.v, at)
         return _far(layer, _tokens(state, k, v, slot))
 
 

@@ -83,7 +83,7 @@ class Recompress(Policy):
         """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
         method, S = layer.method, state.pos.shape[2]
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        held = Block(method.k.decode(state.k), method.v.decode(state.v), state.pos)
+        held = Block(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
         in_order = gather(held, order)
         keep = jnp.where(due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = method.select.choose(in_order, state.marks, keep, S, layer.spec, method.represent).slots

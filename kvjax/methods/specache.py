@@ -155,7 +155,8 @@ class Speculative(Reader):
         found, idx = lax.top_k(jnp.where(open_, mass, -1.0), min(self.topk, mass.shape[-1]))
         idx = jnp.where(found >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
-        return Fetched(layer.k.rows(state.k, at), layer.v.rows(state.v, at), idx)
+        pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
+        return Fetched(layer.key_rows(state.k, at, pos), layer.v.rows(state.v, at), idx)
 
 
 def _pick(real: Array, new: Fetched, old: Fetched) -> Fetched:

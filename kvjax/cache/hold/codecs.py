@@ -7,7 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.cache.contract import LayerSpec
 from kvjax.core import attention, memory
+from kvjax.core.observe import Obs
 from kvjax.core.types import Array
 
 
@@ -20,6 +22,16 @@ class Codec:
 
     stepwise = False  # whether fresh tokens must be written one by one
     any_slot = True  # whether a token can be written to any slot, or leave it; otherwise only behind the last one
+    bare = False  # whether it is given keys without their rotation, and gives them back so
+    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `begin` wants to see
+
+    def at(self, spec: LayerSpec) -> Codec:
+        """The codec in one layer; raises KvjaxError for a layer that it does not fit."""
+        return self
+
+    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
+        """`encode` of what a prompt leaves, by a codec that asks for its queries, or goes by them."""
+        return self.encode(x, pos)
 
     def encode(self, x: Array, pos: Array) -> Any:
         """x [B K S H], pos i32[B 1|K S] -> stored."""
@@ -95,6 +107,20 @@ class Host(Codec):
     @property
     def any_slot(self) -> bool:
         return self.inner.any_slot
+
+    @property
+    def bare(self) -> bool:
+        return self.inner.bare
+
+    @property
+    def queries(self) -> int | None:
+        return self.inner.queries
+
+    def at(self, spec: LayerSpec) -> Codec:
+        return Host(self.inner.at(spec))
+
+    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
+        return memory.each(memory.to_host, self.inner.begin(x, pos, seen))
 
     def encode(self, x: Array, pos: Array) -> Any:
         return memory.each(memory.to_host, self.inner.encode(x, pos))

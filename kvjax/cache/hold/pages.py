@@ -84,7 +84,7 @@ class Pages(Apart):
             return jnp.take_along_axis(rows, index, 1).reshape(*at.shape, *rows.shape[2:])
 
         pos = jnp.where(full, shelved(kept.pos), -1)
-        k, v = layer.k.encode(shelved(kept.k), pos), layer.v.encode(shelved(kept.v), pos)
+        k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
         return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -97,7 +97,8 @@ class Pages(Apart):
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
         bias = None if store.bias is None else paged(store.bias)
-        block = Block(paged(layer.k.decode(store.k)), paged(layer.v.decode(store.v)), paged(store.pos), bias)
+        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        block = Block(paged(keys), paged(values), paged(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
             asking = jnp.take_along_axis(over_heads.gather(q), jnp.maximum(owner, 0)[:, :, None, None, None], 1)

@@ -58,6 +58,8 @@ def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> 
     """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
+    elif layer.k.bare:
+        s = scores(q, layer.keys(keys, state.pos))
     else:
         s = layer.k.scores(q, keys)
     if state.bias is not None:

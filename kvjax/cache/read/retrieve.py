@@ -175,7 +175,7 @@ def attend_slots(layer: Any, state: LayerState, q: Array, q_pos: Array, slots: A
     at = jnp.maximum(slots, 0).reshape(B, K, -1)
     held = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), at, 2, mode="clip")
     pos = jnp.where(slots >= 0, held.reshape(slots.shape), -1)
-    k, v = (codec.rows(stored, at) for codec, stored in ((layer.k, state.k), (layer.v, state.v)))
+    k, v = layer.key_rows(state.k, at, held), layer.v.rows(state.v, at)
     k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # what is empty may hold anything
     by_set = q.reshape(B, K, sets, G // sets, T, H)
