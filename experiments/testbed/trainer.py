@@ -54,7 +54,7 @@ class Recipe:
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def attend(layer: int, q, k, v):
+def attend(layer: int, q, k, v, x):
     """Full causal attention that keeps no state."""
     return attention.causal(q, k, v), None
 

@@ -5,8 +5,9 @@ fresh tokens to that state. The decoder knows nothing else of it, and a method k
 
 On a mesh of devices each of them runs `prefill`, `extend` and `measure` of a layer on its own rows and heads: B and K
 are then its own, and what concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. Which part of a
-state or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B; of three axes or more,
-axis 1 is K, or 1 for what all heads share, and equal for all of them. A number without axes is the same everywhere.
+state or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B, or 1 for what all rows
+share; of three axes or more, axis 1 is K, or 1 for what all heads share. What is shared must be equal on all devices,
+and so must a number without axes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Needs:
     guesses: tokens that each decode step carries beside the true one, a guess of what follows (SpeCache).
     all_layers: how many tokens a layer keeps is known only when all layers have seen the prompt; see `MeasuredLayer`.
     pattern: what the prompt's own queries read; None: every token before them.
+    output, hidden: `Layer.prefill` wants to see the layer's output projection, or the hidden states of the prompt.
     """
 
     queries: int | None = 0
@@ -55,6 +57,13 @@ class Needs:
     guesses: int = 0
     all_layers: bool = False
     pattern: Pattern | None = None
+    output: bool = False
+    hidden: bool = False
+
+    @property
+    def observes(self) -> bool:
+        """Whether `Layer.prefill` wants to see anything beside keys and values."""
+        return self.queries != 0 or self.output or self.hidden
 
 
 @dataclasses.dataclass(frozen=True)

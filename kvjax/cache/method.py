@@ -118,7 +118,9 @@ class MethodLayer:
         asked += [x.queries for x in (m.k, m.v, m.apart, m.shares) if x is not None]
         queries = None if None in asked else max(asked)
         chunk = 0 if m.select else m.read.chunk
-        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend)
+        output = m.select is not None and m.select.scorer.output
+        hidden = m.select is not None and m.select.scorer.hidden
+        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden)
 
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""

@@ -57,14 +57,15 @@ def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
     """
     if not shape:
         return ""
+    shared = shape[0] == 1 != rows
     divided = len(shape) >= 3 and shape[1] == heads
-    if shape[0] != rows or (len(shape) >= 3 and not divided and shape[1] != 1):
+    if (shape[0] != rows and not shared) or (len(shape) >= 3 and not divided and shape[1] != 1):
         raise KvjaxError(
             f"an array of a layer has shape {shape}, of which a mesh cannot tell what belongs to which device: its "
-            f"axes must be the batch's {rows} rows and then, where there are more than two, the layer's {heads} "
-            "key/value heads, or 1 for what all heads share"
+            f"axes must be the batch's {rows} rows, or 1 for what all rows share, and then, where there are more than "
+            f"two, the layer's {heads} key/value heads, or 1 for what all heads share"
         )
-    return "B K" if divided else "B"
+    return ("1" if shared else "B") + (" K" if divided else "")
 
 
 def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None) -> Callable[..., Any]:
@@ -134,6 +135,11 @@ class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
         """The rows of all heads, [B K ...] with the K of the whole layer."""
         axis = _heads_axis.get()
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
+
+    @staticmethod
+    def own(x: Array, here: int) -> Array:
+        """Of what stands for all heads of the layer, x [K ...], the part of the `here` heads on this device."""
+        return lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 0)
 
     @staticmethod
     def first(here: int) -> Array | int:

@@ -18,6 +18,8 @@ class Obs(NamedTuple):
     q: Array  # [B K G Q H]
     pos: Array  # i32[B Q], positions in the prompt, -1 = padding
     keep: Array | None = None  # i32[B], tokens of each row that stay, where that was measured over all layers
+    output: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
+    hidden: Array | None = None  # [B 1 T D], what the layer's queries, keys and values are made of, likewise
 
 
 def mass(

@@ -15,8 +15,9 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Linear, RMSNorm
 
 Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
-Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
-"""(layer, q [B K G T H], k [B K T H], v [B K T H]), rotated -> (out [B K G T H], that layer's new state)."""
+Attend = Callable[[int, Array, Array, Array, Array], tuple[Array, Any]]
+"""(layer, q [B K G T H], k [B K T H], both rotated, v [B K T H], x [B T D] of which these were made) -> (out
+[B K G T H], that layer's new state)."""
 
 
 class Attention(nn.Module):
@@ -42,7 +43,7 @@ class Attention(nn.Module):
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
         q = rotate(q, *(pick(a, last)[:, None, None] for a in angles))
         k = rotate(k, *(a[:, None] for a in angles))
-        out, state = attend(self.layer, q, k, v)
+        out, state = attend(self.layer, q, k, v, x)
         out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
         return linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out), state
 
@@ -95,7 +96,7 @@ def pick(x: Array, last: Array | None) -> Array:
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Fresh parameters with their axis letters (`flax.linen.unbox` drops them)."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend(layer: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
         return q, None  # shapes are all that matters here
 
     zero = jnp.zeros((1, 1), jnp.int32)

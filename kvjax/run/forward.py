@@ -36,6 +36,8 @@ class Prompt(NamedTuple):
     k: Array  # [B K S H]
     v: Array  # [B K S H]
     q: Array  # [B K G Q H]
+    hidden: Array | None = None  # [B 1 S D], where the method asks for it
+    output: Array | None = None  # [1 K G H D], likewise
 
 
 class Past(NamedTuple):
@@ -60,7 +62,7 @@ def positions(tokens: Array, lengths: Array | None = None) -> Array:
 def uncached(params: Any, tokens: Array, setting: Setting) -> Array:
     """tokens i32[B T] -> logits f32[B T V], exact attention, no cache."""
 
-    def attend(i: int, q: Array, k: Array, v: Array):
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array):
         return causal(q, k, v, window=setting.config.window(i)), None
 
     return apply(params, setting, tokens, positions(tokens), attend, Decoder.logits)[0]
@@ -78,7 +80,9 @@ def start_prompt(batch: int, width: int, dtype: Any, setting: Setting, plan: Pla
         if needs.chunk:
             nothing = Block(held(0), held(0), jnp.zeros((batch, 1, 0), jnp.int32))
             return devices.prefill(plan[i], nothing, None, slots[i], setting.mesh)
-        return Prompt(held(width), held(width), held(c.groups, width if needs.queries is None else needs.queries))
+        queries = held(c.groups, width if needs.queries is None else needs.queries)
+        hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden else None
+        return Prompt(held(width), held(width), queries, hidden)
 
     return Past(tuple(map(layer, range(c.layers))), jnp.zeros((batch, c.width), dtype))
 
@@ -90,7 +94,7 @@ def prompt_piece(
     pos = start + positions(tokens)
     real = jnp.where(pos < lengths[:, None], pos, -1)
 
-    def attend(i: int, q: Array, k: Array, v: Array):
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array):
         q, k, v = _heads(q, k, v, setting.mesh)
         layer, before = plan[i], past.layers[i]
         if layer.needs.chunk:
@@ -98,7 +102,10 @@ def prompt_piece(
         at = (0, 0, start, 0)
         k, v = (lax.dynamic_update_slice(old, new, at) for old, new in ((before.k, k), (before.v, v)))
         out = causal(q, k, v, start, setting.config.window(i), pattern=layer.needs.pattern)
-        return out, Prompt(k, v, shown(layer, q, start, lengths, before.q))
+        hidden = before.hidden
+        if hidden is not None:
+            hidden = lax.dynamic_update_slice(hidden, x[:, None], at)
+        return out, Prompt(k, v, shown(layer, q, start, lengths, before.q), hidden)
 
     hidden, layers = apply(params, setting, tokens, pos, attend, Decoder.__call__)
     return Past(layers, _if_inside(hidden, lengths - 1 - start, past.last))
@@ -123,7 +130,7 @@ def whole_prompt(
     asking = 0 if everything else max(1, *wanted)
     ask = pos if everything else last_positions(lengths, asking)
 
-    def attend(i: int, q: Array, k: Array, v: Array):
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array):
         q, k, v = _heads(q, k, v, setting.mesh)
         layer, window, few = plan[i], setting.config.window(i), i + 1 == len(plan) and not everything
         if few:
@@ -131,12 +138,20 @@ def whole_prompt(
         else:
             out = causal(q, k, v, window=window, pattern=layer.needs.pattern)
         queries = shown(layer, q, lengths - asking if few else 0, lengths)
-        return out, finish(i, Prompt(k, v, queries))
+        hidden = x[:, None] if layer.needs.hidden else None
+        return out, finish(i, with_output(params, layer, i, Prompt(k, v, queries, hidden)))
 
     last = None if everything else jnp.maximum(ask, 0)
     hidden, layers = apply(params, setting, tokens, positions(tokens), attend, Decoder.__call__, last=last)
     hidden = pick(hidden, lengths[:, None] - 1) if everything else hidden[:, -1:]
     return hidden[:, 0], layers
+
+
+def with_output(params: Any, layer: Layer, i: int, prompt: Any) -> Any:
+    """A layer's prompt, with the output projection of layer i where its method asks for that."""
+    if not layer.needs.output:
+        return prompt
+    return prompt._replace(output=params[f"layer_{i}"]["attention"]["o"]["kernel"][None])
 
 
 def shown(layer: Layer, q: Array, first: Array | int, lengths: Array, before: Array | None = None) -> Array:
@@ -165,9 +180,10 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
     """A layer's prompt as its method takes it: the block, and the queries that it asked for."""
     pos = positions(prompt.k[:, 0, :, 0], lengths)
     block, wanted = Block(prompt.k, prompt.v, pos[:, None]), layer.needs.queries
-    if wanted == 0:
+    if not layer.needs.observes:
         return block, None
-    return block, Obs(prompt.q, pos if wanted is None else last_positions(lengths, wanted), keep)
+    q_pos = pos if wanted is None else last_positions(lengths, wanted)
+    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden)
 
 
 def encode(
@@ -182,7 +198,9 @@ def encode(
     """A layer's prompt -> its state."""
     width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
     queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
-    block, seen = seen_by(layer, Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries), lengths, keep)
+    hidden = None if prompt.hidden is None else prompt.hidden[:, :, :width]
+    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output)
+    block, seen = seen_by(layer, cut, lengths, keep)
     return devices.prefill(layer, block, seen, slots, mesh)
 
 
@@ -237,7 +255,7 @@ def advance(
     pos = pos if real is None else jnp.where(real, pos, -1)
     carry = None
 
-    def attend(i: int, q: Array, k: Array, v: Array):
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array):
         nonlocal carry  # it goes up from layer to layer, and ends with the step
         q, k, v = _heads(q, k, v, setting.mesh)
         layer, state, fresh = cache.plan[i], cache.layers[i], Block(k, v, pos[:, None])

@@ -65,10 +65,15 @@ def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch:
     rows = array(config.kv_heads, length, config.head_dim)
     q = array(config.kv_heads, config.groups, asked, config.head_dim)
 
-    def prefill(k, v, pos, q, q_pos):
-        seen = Obs(q, q_pos) if asked and length else None
-        return layer.prefill(Block(k, v, pos), seen, slots)
+    projection = (config.kv_heads, config.groups, config.head_dim, config.width)
+    output = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
+    hidden = array(1, length, config.width) if layer.needs.hidden else None
+    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden)
 
-    places = (array(1, length, of=jnp.int32), q, array(asked, of=jnp.int32))
-    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(rows, rows, *places)
+    def prefill(block, observed):
+        seen = observed if layer.needs.observes and length else None
+        return layer.prefill(block, seen, slots)
+
+    block = Block(rows, rows, array(1, length, of=jnp.int32))
+    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(block, observed)
     return traced.out_avals, jax.tree.structure(shapes)

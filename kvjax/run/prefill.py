@@ -124,7 +124,8 @@ def run(
     lengths = place(model, lengths, "B")
     past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
     out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
-    layers = encoded(model, setting, list(past.layers), lengths, plan, slots, capacity, clock)
+    prompts = [forward.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
+    layers = encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
     return out, Cache(layers, lengths, capacity, plan, model.config)
 
 

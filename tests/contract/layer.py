@@ -20,6 +20,7 @@ from kvjax.run import forward
 from kvjax.testing import dense_attention
 
 B, K, G, H = 3, 2, 2, 32
+D = 8
 LENGTHS = np.array([9, 1, 6], np.int32)  # ragged prompts, one of a single token
 LONGEST = int(LENGTHS.max())
 STEPS = 7
@@ -110,12 +111,23 @@ def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
     if layer.needs.chunk:
         return _through_the_method(layer, q, block, slots)
-    seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths))
+    seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
     keep = None
     if layer.needs.all_layers:
         measures = layer.measure(*forward.seen_by(layer, seen, lengths))
         keep = layer.shares(measures[None], lengths)[0]
     return layer.prefill(*forward.seen_by(layer, seen, lengths, keep), slots)
+
+
+def _model_of(layer: Layer, q: jax.Array, block: Block) -> tuple[jax.Array | None, jax.Array | None]:
+    """What a method may want to see of the model: hidden states [B 1 T D], and an output projection [1 K G H D]."""
+    rng = np.random.default_rng(7)
+    hidden = output = None
+    if layer.needs.hidden:
+        hidden = jnp.tanh(block.v[:, :1, :, :D])
+    if layer.needs.output:
+        output = jnp.asarray(rng.normal(size=(1, *q.shape[1:3], block.v.shape[3], D)), block.v.dtype)
+    return hidden, output
 
 
 def _through_the_method(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:

@@ -17,7 +17,7 @@ from kvjax.models import Config
 from tests.contract import layer
 from tests.contract.table import RECIPES, TRIALS, sizes
 
-MODEL = Config(2, 8, layers=1, heads=layer.K * layer.G, kv_heads=layer.K, head_dim=layer.H, mlp_width=8)
+MODEL = Config(2, layer.D, layers=1, heads=layer.K * layer.G, kv_heads=layer.K, head_dim=layer.H, mlp_width=layer.D)
 LIMITS = {name: trial for name, trial in TRIALS.items() if trial.limit}
 
 every = pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS.keys())

@@ -230,10 +230,11 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
 
 
 def test_shapes_say_which_axes_are_divided():
-    assert [layer_axes(s, B, K) for s in [(), (B,), (B, K), (B, K, 1), (B, 1, K)]] == ["", "B", "B", "B K", "B"]
+    shapes = [(), (B,), (B, K), (B, K, 1), (B, 1, K), (1, K, 5), (1, 1, 5), (1,)]
+    assert [layer_axes(s, B, K) for s in shapes] == ["", "B", "B", "B K", "B", "1 K", "1", "1"]
 
 
-@pytest.mark.parametrize("shape", [(K,), (1, K, 5), (3, 5, K), (7, 3)])
+@pytest.mark.parametrize("shape", [(K,), (2, K, 5), (3, 5, K), (7, 3)])
 def test_a_shape_that_a_mesh_cannot_divide_is_an_error(shape):
     with pytest.raises(KvjaxError, match="cannot tell what belongs to which device"):
         layer_axes(shape, 3, K)

@@ -91,7 +91,7 @@ def masked_logits(row: list[int], reads_all_from: int | None = None) -> np.ndarr
     for t in range(T):
         mask[t, oracle.read_by(t, 1, 3) if t < reads_all_from else np.arange(t + 1)] = True
 
-    def attend(i, q, k, v):
+    def attend(i, q, k, v, x):
         s = jnp.einsum("bkgth,bksh->bkgts", q, k) / np.float32(np.sqrt(q.shape[-1]))
         s = jnp.where(mask[None, None, None], s, -jnp.inf)
         p = jnp.exp(s - s.max(-1, keepdims=True))

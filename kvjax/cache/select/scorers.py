@@ -28,6 +28,8 @@ class Scorer:
     """
 
     queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
+    output = False  # whether it looks at the layer's output projection, `Obs.output`
+    hidden = False  # whether it looks at the prompt's hidden states, `Obs.hidden`
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         """Scores of query heads, and those by which a key/value head chooses; see `by_heads` and `by_tokens`."""
