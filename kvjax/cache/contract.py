@@ -40,6 +40,21 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe:
+    """A second pass over a prompt: what the model does when it repeats it, piece by piece (KVzip, 2505.23416).
+
+    Each piece of `chunk` tokens is run once more behind the whole prompt, after the `lead` tokens before it and a text
+    that tells the model what to do: `first` for the first piece, `later` for the others. A model without a tokenizer
+    reads no text.
+    """
+
+    chunk: int
+    lead: int = 0
+    first: str = ""
+    later: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Needs:
     """What a bound method asks of the decoder, beside keys, values and queries of fresh tokens.
 
@@ -50,6 +65,7 @@ class Needs:
     all_layers: how many tokens a layer keeps is known only when all layers have seen the prompt; see `MeasuredLayer`.
     pattern: what the prompt's own queries read; None: every token before them.
     output, hidden: `Layer.prefill` wants to see the layer's output projection, or the hidden states of the prompt.
+    probe: the prompt is run a second time for `ProbedLayer.look`, and `Layer.prefill` sees what that found.
     """
 
     queries: int | None = 0
@@ -59,11 +75,12 @@ class Needs:
     pattern: Pattern | None = None
     output: bool = False
     hidden: bool = False
+    probe: Probe | None = None
 
     @property
     def observes(self) -> bool:
         """Whether `Layer.prefill` wants to see anything beside keys and values."""
-        return self.queries != 0 or self.output or self.hidden
+        return self.queries != 0 or self.output or self.hidden or self.probe is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +128,18 @@ class MeasuredLayer(Layer, Protocol):
 
     def holding(self, kept: int, room: int) -> int:
         """Slots for so many prompt tokens that stay, with room for so many more."""
+
+
+class ProbedLayer(Layer, Protocol):
+    """A layer with `Needs.probe`: it looks at what the model attends to while it repeats the prompt."""
+
+    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
+        """What the tokens of the prompt are worth, f32[B K T], after one more piece has been repeated.
+
+        block [B K T H]: the prompt. start: the piece's first position in it. seen: the queries of the repetition, and
+        what else the method asked for, of it. fresh: the repetition's own keys and values. before: what earlier pieces
+        gave, 0 at first.
+        """
 
 
 class KVMethod(Protocol):

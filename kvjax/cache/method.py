@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,11 +20,12 @@ from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.select import Select
 from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import gather
-from kvjax.cache.stepping import in_pieces, singly
+from kvjax.cache.states import StateOperations
+from kvjax.cache.stepping import Extend, in_pieces, singly
 from kvjax.core import memory
-from kvjax.core.attention import Pattern, attend_dense, merge
+from kvjax.core.attention import Pattern, attend_dense, combine, merge
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ _WHY_NONE_LEAVES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodLayer:
+class MethodLayer(StateOperations):
     """A method bound to one layer: the `Layer` of the contract, by the method's slots."""
 
     method: Method
@@ -120,7 +122,8 @@ class MethodLayer:
         chunk = 0 if m.select else m.read.chunk
         output = m.select is not None and m.select.scorer.output
         hidden = m.select is not None and m.select.scorer.hidden
-        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden)
+        probe = None if m.select is None else m.select.scorer.probe
+        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden, probe)
 
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""
@@ -182,6 +185,10 @@ class MethodLayer:
     def shares(self, measures: Array, lengths: Array) -> Array:
         """i32[L B]: see `MeasuredLayer`."""
         return self.method.shares.tokens(self, measures, lengths)
+
+    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
+        """f32[B K T]: see `ProbedLayer`."""
+        return self.method.select.scorer.look(block, start, seen, fresh, before, self.spec)
 
     def prefill(self, block: Block, seen: Obs | None, slots: int) -> LayerState:
         """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries `seen`."""
@@ -245,16 +252,41 @@ class MethodLayer:
 
         A chunk of T tokens gives what T single steps give.
         """
-        m, T, q_pos = self.method, q.shape[3], fresh.pos[:, 0]
+        return self._in_steps(self._at_once, state, q, fresh, commit, carry)
+
+    def extend_beside(
+        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    ) -> tuple[Array, LayerState, Any]:
+        """`extend`, where the queries attend to other tokens too, which `beside` has."""
+
+        def at_once(state: LayerState, q: Array, fresh: Block, commit: int, both: Any):
+            carry, beside = both
+            return self._at_once(state, q, fresh, commit, carry, Partial(*(jnp.moveaxis(x, 2, 3) for x in beside)))
+
+        both = carry, Partial(*(jnp.moveaxis(x, 3, 2) for x in beside))  # as a carry is: with T as axis 2
+        return self._in_steps(at_once, state, q, fresh, commit, both)
+
+    def _in_steps(
+        self, at_once: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """`at_once`, with as many tokens at a time as the slots take."""
+        m, T = self.method, q.shape[3]
         if self._takes_singly(T, commit):
             if commit < T and m.decode is None:
                 raise KvjaxError(
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
                     "sequence per row, and no tree or beam of guesses"
                 )
-            return singly(self.extend, state, q, fresh, commit, carry)
+            return singly(at_once, state, q, fresh, commit, carry)
         if 0 < m.read.chunk < T:
-            return in_pieces(self.extend, state, q, fresh, commit, carry, m.read.chunk)
+            return in_pieces(at_once, state, q, fresh, commit, carry, m.read.chunk)
+        return at_once(state, q, fresh, commit, carry)
+
+    def _at_once(
+        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial | None = None
+    ) -> tuple[Array, LayerState, Any]:
+        """`extend` of tokens that the slots take in one call."""
+        m, T, q_pos = self.method, q.shape[3], fresh.pos[:, 0]
         if m.decode:
             fresh = fresh.clean()
             if commit:
@@ -262,10 +294,11 @@ class MethodLayer:
         with jax.named_scope("append"):
             state = self._append(state, fresh.first(commit))
         with jax.named_scope("read"):
-            guessed = None
+            others = [] if beside is None else [beside]
             if commit < T:
-                guessed = attend_dense(q, fresh.after(commit), q_pos, self.spec.window)
-            found = m.read.read(self, state, q, q_pos, guessed, carry)
+                others.append(attend_dense(q, fresh.after(commit), q_pos, self.spec.window))
+            elsewhere = functools.reduce(combine, others) if others else None
+            found = m.read.read(self, state, q, q_pos, elsewhere, carry)
             parts = [found.part]
             if m.apart:
                 parts.append(m.apart.read(self, state, q, q_pos))
@@ -274,8 +307,7 @@ class MethodLayer:
             weights = found.weights[:, :, :, 0] if m.decode.weights else None
             pos, marks = m.decode.after(self, state, weights, q_pos[:, :1])
             state = dataclasses.replace(state, pos=pos, marks=marks)
-        out = merge([*parts, guessed] if guessed is not None else parts)
-        return out, state, found.carry
+        return merge(parts + others), state, found.carry
 
     def _append(self, state: LayerState, fresh: Block) -> LayerState:
         """The state with fresh tokens: behind the last slot in use, or under a policy one in any empty slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,17 +20,24 @@ class Obs(NamedTuple):
     pos: Array  # i32[B Q], positions in the prompt, -1 = padding
     keep: Array | None = None  # i32[B], tokens of each row that stay, where that was measured over all layers
     output: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
-    hidden: Array | None = None  # [B 1 T D], what the layer's queries, keys and values are made of, likewise
+    hidden: Array | None = None  # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
+    probed: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
 
 
 def mass(
-    block: Block, obs: Obs, by: Array, window: int | None = None, queries_at_once: int = 64
+    block: Block,
+    obs: Obs,
+    by: Array,
+    window: int | None = None,
+    queries_at_once: int = 64,
+    change: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[Array, Array]:
     """The attention that each slot receives: float32 softmax weights, summed over queries that count `by` f32[B Q].
 
     Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `by` over the queries
     that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold. Memory
-    grows with `queries_at_once` x S, never with Q x S.
+    grows with `queries_at_once` x S, never with Q x S. change: what becomes, before the softmax, of the logits
+    f32[B K G Q S] of some queries at i32[B Q].
     """
     B, K, G = obs.q.shape[:3]
 
@@ -37,7 +45,8 @@ def mass(
         q, pos, by = xs
         by = by[:, None, None, :, None]
         seen = visible(block.pos, pos, window)
-        p, _, l = weights(jnp.where(seen, scores(q, block.k), NEG))
+        logits = scores(q, block.k) if change is None else change(scores(q, block.k), pos)
+        p, _, l = weights(jnp.where(seen, logits, NEG))
         received = (p * (by / jnp.maximum(l, 1e-30)[..., None])).sum(3)
         return (total[0] + received, total[1] + jnp.where(seen, by, 0.0).sum(3)[:, :, 0]), None
 

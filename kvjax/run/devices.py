@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Layer, MeasuredLayer
+from kvjax.cache.contract import Layer, MeasuredLayer, ProbedLayer
 from kvjax.core.mesh import per_device
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
@@ -40,6 +40,13 @@ def extend(
 def measure(layer: MeasuredLayer, block: Block, seen: Obs | None, mesh: Mesh | None) -> Array:
     """`MeasuredLayer.measure`."""
     return per_device(layer.measure, *block.k.shape[:2], mesh)(block, seen)
+
+
+def look(
+    layer: ProbedLayer, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, mesh: Mesh | None
+) -> Array:
+    """`ProbedLayer.look`."""
+    return per_device(layer.look, *block.k.shape[:2], mesh)(block, start, seen, fresh, before)
 
 
 def _with_a_slot(x: Array) -> Array:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.contract import Cache, Layer, last_positions
+from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core.attention import attend_dense, causal, merge
 from kvjax.core.mesh import constrain
 from kvjax.core.observe import Obs
@@ -38,6 +39,7 @@ class Prompt(NamedTuple):
     q: Array  # [B K G Q H]
     hidden: Array | None = None  # [B 1 S D], where the method asks for it
     output: Array | None = None  # [1 K G H D], likewise
+    probed: Array | None = None  # f32[B K S], likewise
 
 
 class Past(NamedTuple):
@@ -147,6 +149,42 @@ def whole_prompt(
     return hidden[:, 0], layers
 
 
+def repeat(
+    params: Any,
+    tokens: Array,
+    count: Array,
+    start: Array,
+    lengths: Array,
+    prompts: tuple[Prompt, ...],
+    setting: Setting,
+    plan: Plan,
+) -> tuple[Prompt, ...]:
+    """The prompts, and in `probed` what their methods saw while the model read tokens i32[B T] behind them.
+
+    The first count i32[B] of a row's tokens are real; they repeat the piece of its prompt that begins at start.
+    """
+    pos = positions(tokens, count)
+    pos = jnp.where(pos >= 0, lengths[:, None] + pos, -1)
+
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array):
+        q, k, v = _heads(q, k, v, setting.mesh)
+        layer, prompt, window = plan[i], prompts[i], setting.config.window(i)
+        block, _ = seen_by(layer, prompt, lengths)
+        fresh = Block(k, v, pos[:, None])
+
+        def over_both(q: Array, q_pos: Array) -> Array:
+            return merge([attend_dense(q, past, q_pos, window) for past in (block, fresh)])
+
+        if layer.needs.probe is not None:
+            hidden = x[:, None] if layer.needs.hidden else None
+            seen = Obs(q, pos, None, prompt.output, hidden)
+            probed = devices.look(layer, block, start, seen, fresh, prompt.probed, setting.mesh)
+            prompt = prompt._replace(probed=probed)
+        return by_query_blocks(over_both, q, pos, 128), prompt
+
+    return apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.__call__)[1]
+
+
 def with_output(params: Any, layer: Layer, i: int, prompt: Any) -> Any:
     """A layer's prompt, with the output projection of layer i where its method asks for that."""
     if not layer.needs.output:
@@ -183,7 +221,7 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
     if not layer.needs.observes:
         return block, None
     q_pos = pos if wanted is None else last_positions(lengths, wanted)
-    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden)
+    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden, prompt.probed)
 
 
 def encode(
@@ -198,8 +236,8 @@ def encode(
     """A layer's prompt -> its state."""
     width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
     queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
-    hidden = None if prompt.hidden is None else prompt.hidden[:, :, :width]
-    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output)
+    hidden, probed = (None if x is None else x[:, :, :width] for x in (prompt.hidden, prompt.probed))
+    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed)
     block, seen = seen_by(layer, cut, lengths, keep)
     return devices.prefill(layer, block, seen, slots, mesh)
 

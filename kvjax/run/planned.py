@@ -68,7 +68,8 @@ def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch:
     projection = (config.kv_heads, config.groups, config.head_dim, config.width)
     output = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
     hidden = array(1, length, config.width) if layer.needs.hidden else None
-    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden)
+    probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.probe else None
+    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden, probed)
 
     def prefill(block, observed):
         seen = observed if layer.needs.observes and length else None

@@ -16,7 +16,7 @@ from kvjax.cache.contract import Cache, slots_of
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import devices, forward
+from kvjax.run import devices, forward, probe
 from kvjax.run.forward import Plan, Prompt, Setting
 from kvjax.run.prompts import pad, place, round_up
 
@@ -106,7 +106,7 @@ def run(
     setting = Setting(model.config, model.mesh)
     slots = tuple(slots_of(layer, tuple(map(len, ids)), capacity) for layer in plan)
     piece = _piece_width(plan, chunk)
-    if piece is None and not any(layer.needs.all_layers for layer in plan):
+    if piece is None and not any(layer.needs.all_layers or layer.needs.probe for layer in plan):
         tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
         return clock.call(
             WHOLE,
@@ -125,6 +125,8 @@ def run(
     past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
     out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
     prompts = [forward.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
+    if any(layer.needs.probe for layer in plan):
+        prompts = probe.probed(model, setting, ids, prompts, lengths, plan, clock)
     layers = encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
     return out, Cache(layers, lengths, capacity, plan, model.config)
 

@@ -112,6 +112,8 @@ def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
     if layer.needs.chunk:
         return _through_the_method(layer, q, block, slots)
     seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
+    if layer.needs.probe is not None:
+        seen = seen._replace(probed=_looked(layer, seen, q, lengths))
     keep = None
     if layer.needs.all_layers:
         measures = layer.measure(*forward.seen_by(layer, seen, lengths))
@@ -128,6 +130,15 @@ def _model_of(layer: Layer, q: jax.Array, block: Block) -> tuple[jax.Array | Non
     if layer.needs.output:
         output = jnp.asarray(rng.normal(size=(1, *q.shape[1:3], block.v.shape[3], D)), block.v.dtype)
     return hidden, output
+
+
+def _looked(layer: Layer, prompt: forward.Prompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What the layer sees of prompts that are repeated whole, with the same queries, keys and values."""
+    block, seen = forward.seen_by(layer, prompt, lengths)
+    again = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
+    fresh = Block(block.k, block.v, again)
+    nothing = jnp.zeros(block.k.shape[:3], jnp.float32)
+    return layer.look(block, jnp.int32(0), seen._replace(q=q, pos=again[:, 0]), fresh, nothing)
 
 
 def _through_the_method(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:

@@ -78,6 +78,9 @@ class Spread:
     def extend(self, state: Any, q: jax.Array, fresh: Block, commit: int, carry: Any) -> tuple[jax.Array, Any, Any]:
         return devices.extend(self.layer, state, q, fresh, commit, carry, self.mesh)
 
+    def look(self, block: Block, start: jax.Array, seen: Obs, fresh: Block, before: jax.Array) -> jax.Array:
+        return devices.look(self.layer, block, start, seen, fresh, before, self.mesh)
+
     def measure(self, block: Block, seen: Obs | None) -> jax.Array:
         return devices.measure(self.layer, block, seen, self.mesh)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.contract import LayerSpec, Probe
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, KvjaxError
 
@@ -30,9 +30,14 @@ class Scorer:
     queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
     output = False  # whether it looks at the layer's output projection, `Obs.output`
     hidden = False  # whether it looks at the prompt's hidden states, `Obs.hidden`
+    probe: Probe | None = None  # a second pass over the prompt; what `look` makes of it is `Obs.probed` for `scores`
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         """Scores of query heads, and those by which a key/value head chooses; see `by_heads` and `by_tokens`."""
+        raise NotImplementedError
+
+    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, spec: LayerSpec) -> Array:
+        """f32[B K T]: see `ProbedLayer.look`; of scorers with a `probe`."""
         raise NotImplementedError
 
     def asked(self, seen: Obs | None) -> Obs:
@@ -54,6 +59,11 @@ def by_tokens(kv: Array, block: Block) -> Scores:
     return by_heads(kv[:, :, None], kv, block)
 
 
+def below_others(scores: Array, which: Array) -> Array:
+    """Scores of 0 and more, with those of some tokens below all others and in the same order among themselves."""
+    return jnp.where(which, -1.0 / (1.0 + scores), scores)
+
+
 def in_window(obs: Obs, queries: int) -> Array:
     """bool[B Q]: which of the queries are among a row's last so many."""
     return (obs.pos >= 0) & (obs.pos > obs.pos.max(-1, keepdims=True) - queries)
@@ -63,6 +73,24 @@ def before_window(block: Block, queries: int) -> Array:
     """bool[B 1|K S]: the slots before a row's last so many tokens; rows left-aligned."""
     real = block.pos >= 0
     return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - queries
+
+
+def check_kernel(kernel: int) -> None:
+    """Raises KvjaxError for a number of neighbours that has no centre."""
+    if kernel < 1 or kernel % 2 == 0:
+        near = max(1, kernel + 1)
+        raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {kernel}; use {near}")
+
+
+def pooled(x: Array, inside: Array, kernel: int, pool: str) -> Array:
+    """x f32[... S] pooled along S over `kernel` neighbours inside bool[... S], with stride 1 (torch's rules).
+
+    "avg" divides by `kernel` at the edges too, "max" ignores what lies beyond them. What is not inside may be anything.
+    """
+    init, op = (0.0, lax.add) if pool == "avg" else (-np.inf, lax.max)
+    shape = (1,) * (x.ndim - 1) + (kernel,)
+    found = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
+    return found / kernel if pool == "avg" else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +113,7 @@ class Window(Scorer):
     def __post_init__(self):
         if self.queries < 1:
             raise KvjaxError(f"queries must be at least 1, got {self.queries}; SnapKV uses 32 or 64")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            near = max(1, self.kernel + 1)
-            raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {self.kernel}; use {near}")
+        check_kernel(self.kernel)
         _one_of("pool", self.pool, ("avg", "max"))
         _one_of("reduce", self.reduce, ("mean", "max"))
 
@@ -105,10 +131,7 @@ class Window(Scorer):
         return mass(block, obs, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)[0]
 
     def _pooled(self, x: Array, before: Array) -> Array:
-        init, op = (0.0, lax.add) if self.pool == "avg" else (-np.inf, lax.max)
-        shape = (1,) * (x.ndim - 1) + (self.kernel,)
-        pooled = lax.reduce_window(jnp.where(before, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
-        return jnp.where(before, pooled / self.kernel if self.pool == "avg" else pooled, 1.0 + x)
+        return jnp.where(before, pooled(x, before, self.kernel, self.pool), 1.0 + x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""KVzip: the tokens that the model attends to while it repeats the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec, Probe
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import cut
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated(Scorer):
+    """The most attention that a token gets while the model repeats its piece of the prompt (KVzip, 2505.23416).
+
+    A query of the repetition attends, for its score, to the first `sinks` tokens of the prompt, to the piece that it
+    repeats and to the repetition before it, and to nothing else. plus: what a token is given counts by the norm of what
+    it adds to the layer's output, over that of the hidden state that asks (KVzip+, kvpress).
+    """
+
+    chunk: int = 2048
+    lead: int = 8
+    sinks: int = 4
+    plus: bool = False
+
+    def __post_init__(self):
+        if self.chunk < 1 or self.lead < 0:
+            raise KvjaxError(
+                f"KVzip repeats pieces of at least 1 token after 0 or more others, got chunk={self.chunk} and "
+                f"lead={self.lead}; kvpress uses 2048 and 8"
+            )
+
+    @property
+    def probe(self) -> Probe:
+        """The repetition, in KVzip's words."""
+        return Probe(self.chunk, self.lead, FIRST, LATER)
+
+    @property
+    def output(self) -> bool:
+        """KVzip+ asks what values add to the layer's output."""
+        return self.plus
+
+    @property
+    def hidden(self) -> bool:
+        """KVzip+ asks for the hidden states of the repetition."""
+        return self.plus
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        return by_tokens(self.asked(seen).probed, block)
+
+    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, spec: LayerSpec) -> Array:
+        size = min(self.chunk, block.pos.shape[2])
+        first = jnp.minimum(start, block.pos.shape[2] - size)
+        piece = Block(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
+        earlier = block.first(self.sinks)
+        earlier_pos = jnp.where(earlier.pos < start, earlier.pos, -1)
+        own_pos = jnp.where(piece.pos >= start, piece.pos, -1)
+        keys = jnp.concatenate([piece.k, earlier.k, fresh.k], 2)
+        pos = jnp.concatenate([own_pos, earlier_pos, fresh.pos], 2)
+        counts = jnp.ones((1, 1, 1, size)) if seen.output is None else _reach(piece.v, seen.output)
+
+        def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            q, q_pos, asking = queries
+            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), NEG))
+            given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
+            return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
+
+        asking = _inverse_norms(seen)
+        blocks = cut(seen.q, 3, 64), cut(seen.pos, 1, 64, -1), cut(asking, 1, 64)
+        most, _ = lax.scan(add, jnp.zeros(piece.k.shape[:3]), blocks)
+        most = jnp.where(own_pos >= 0, most, 0.0)
+        held = lax.dynamic_slice_in_dim(before, first, size, 2)
+        return lax.dynamic_update_slice_in_dim(before, jnp.maximum(held, most), first, 2)
+
+
+def _reach(v: Array, output: Array) -> Array:
+    """The norm of what each value adds to the layer's output by each query head, f32[B K G S]."""
+    added = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), output[0].astype(jnp.float32))
+    return jnp.linalg.norm(added, axis=-1)
+
+
+def _inverse_norms(seen: Obs) -> Array:
+    """One over the norm of the hidden state behind each query, f32[B Q]; 1 where none is asked for."""
+    if seen.hidden is None:
+        return jnp.ones(seen.pos.shape)
+    norms = jnp.linalg.norm(seen.hidden[:, 0].astype(jnp.float32), axis=-1)
+    return jnp.where(seen.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
+
+
+@recipe(
+    "KVzip, Kim et al. 2025, arXiv 2505.23416, section 3; constants and KVzip+ of kvpress",
+    Trial("kvzip:budget=5,sinks=1", "kvzip:budget=100", selected(5)),
+    Trial("kvzip:budget=5,sinks=1,plus=true", "", selected(5), name="plus"),
+    formula="score_s = max over queries t that repeat s's piece, and over query heads, of softmax(q_t k_s); plus: "
+    "times |v_s W_o| / |x_t|",
+    differs="Every layer and head keeps equally many tokens; `kvzip + adakv:alpha=0` divides a layer's budget among "
+    "its heads by score, and the paper's threshold over all layers at once is not offered. The first tokens always "
+    "stay; the template's end of turn is not put behind the instruction.",
+    example="kvzip:budget=512",
+)
+def kvzip(budget: int = 1024, chunk: int = 2048, lead: int = 8, sinks: int = 4, plus: bool = False) -> Method:
+    """After the prompt each head keeps what the model needs to repeat it, whatever will be asked later.
+
+    budget: prompt tokens kept per layer and key/value head. chunk, lead: the prompt is repeated in pieces of so many
+    tokens, each behind an instruction (for a model with a tokenizer) and the last tokens of the piece before. sinks:
+    the first tokens, which always stay and are seen by every repetition. plus: KVzip+. Costs about two more prefills;
+    the prompt itself attends exactly.
+    """
+    return Method(select=selecting(Repeated(chunk, lead, sinks, plus), budget, sinks))

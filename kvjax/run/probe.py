@@ -1,0 +1,77 @@
+"""The second pass over a prompt: it is repeated piece by piece behind itself, and methods look at what that reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import Probe
+from kvjax.core.program import Program
+from kvjax.core.types import Array, KvjaxError
+from kvjax.models.model import Model
+from kvjax.run import forward
+from kvjax.run.forward import Plan, Prompt, Setting
+from kvjax.run.prompts import pad, place
+
+if TYPE_CHECKING:
+    from kvjax.run.prefill import Clock
+
+REPEAT = Program(forward.repeat, static=("setting", "plan"), donate=("prompts",))
+
+
+def probed(
+    model: Model,
+    setting: Setting,
+    ids: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
+    lengths: Array,
+    plan: Plan,
+    clock: Clock,
+) -> list[Any]:
+    """The prompts of all layers with what a second pass said of them; raises KvjaxError for two different passes."""
+    wanted = {layer.needs.probe for layer in plan} - {None}
+    if len(wanted) != 1 or any(layer.needs.chunk for layer in plan):
+        raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
+    how = wanted.pop()
+    prompts = [_blank(prompt) if layer.needs.probe else prompt for layer, prompt in zip(plan, prompts, strict=True)]
+    for start in range(0, max(map(len, ids)), how.chunk):
+        rows = repetitions(model, ids, start, how)
+        tokens, count = pad(rows, _longest(model, how))
+        prompts = clock.call(
+            REPEAT,
+            params=model.params,
+            tokens=place(model, tokens, "B T"),
+            count=place(model, count, "B"),
+            start=jnp.int32(start),
+            lengths=lengths,
+            prompts=tuple(prompts),
+            setting=setting,
+            plan=plan,
+        )
+    return list(prompts)
+
+
+def repetitions(model: Model, ids: Sequence[Sequence[int]], start: int, how: Probe) -> list[list[int]]:
+    """What each row reads to repeat its piece that begins at `start`; nothing where it has none."""
+    told = _told(model, how.later if start else how.first)
+    lead = min(how.lead, start)
+    return [[*told, *row[start - lead : start + how.chunk]] if len(row) > start else [] for row in ids]
+
+
+def _longest(model: Model, how: Probe) -> int:
+    """The width that holds every repetition, so that all share one program."""
+    told = max(len(_told(model, text)) for text in (how.first, how.later))
+    return told + how.lead + how.chunk
+
+
+def _told(model: Model, text: str) -> list[int]:
+    if model.tokenizer is None or not text:
+        return []
+    return model.tokenizer.encode(text, special_tokens=False)
+
+
+def _blank(prompt: Prompt) -> Prompt:
+    return prompt._replace(probed=jnp.zeros(prompt.k.shape[:3], np.float32))

@@ -1,0 +1,118 @@
+"""KVzip against its oracle, alone and through a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.contract import Layer, LayerSpec, Needs, Probe, Traits
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.kvzip import Repeated
+from kvjax.run import probe
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import kvzip as oracle
+
+PROMPTS = [list(range(1, 14)), [7, 3], [5, 3, 1, 60, 61, 62, 63]]
+CHUNK, LEAD, SINKS = 4, 2, 1
+
+
+def test_a_query_that_favours_one_key_twice_gives_it_half():
+    k = jnp.array([[np.log(2.0) * np.sqrt(2.0), 0.0], [0.0, 0.0]], jnp.float32)[None, None]
+    block = Block(k, k, jnp.arange(2)[None, None])
+    q, fresh = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
+    seen, own = Obs(q, jnp.array([[2]])), Block(fresh, fresh, jnp.array([[[2]]]))
+    got = Repeated(sinks=0).look(block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2))
+    np.testing.assert_allclose(got[0, 0], [0.5, 0.25], atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """A method whose state is the prompt, with all of its queries, and what else a layer may see."""
+
+    traits: ClassVar[Traits] = Traits()
+    needs: ClassVar[Needs] = Needs(queries=None, output=True, hidden=True)
+
+    def bind(self, spec: LayerSpec) -> Layer:
+        return self
+
+    def slots(self, prompt: int, room: int) -> int:
+        return prompt
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+        return block, seen
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(layers=2)
+
+
+def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
+    """What each layer's tokens are worth, [K S], with each repetition run as one long prompt of its own."""
+    n, scores = len(row), [np.zeros((model.config.kv_heads, len(row))) for _ in range(model.config.layers)]
+    for start in range(0, n, CHUNK):
+        end = min(start + CHUNK, n)
+        text = [*row, *row[max(0, start - LEAD) : end]]
+        for found, (block, seen) in zip(scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True):
+            k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, seen.q))
+            hidden, output = np.asarray(seen.hidden[0, 0], np.float64), np.asarray(seen.output[0], np.float64)
+            for head in range(model.config.kv_heads):
+                more = []
+                if plus:
+                    added = np.einsum("sh,ghd->gsd", v[head, start:end], output[head])
+                    more = [np.linalg.norm(added, axis=-1), np.linalg.norm(hidden[n : len(text)], axis=-1)]
+                rows = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
+                found[head, start:end] = oracle.piece(*rows, start, end, SINKS, *more)
+    return scores
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
+    method = kvjax.zoo.kvzip(6, CHUNK, LEAD, SINKS, plus)
+    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    for b, row in enumerate(PROMPTS):
+        for i, scores in enumerate(asked(model, row, plus)):
+            for head, of_head in enumerate(scores):
+                of_head[:SINKS] = np.inf
+                want = np.argsort(-of_head, kind="stable")[:6]
+                assert kept[i][b][head].tolist() == sorted(want.tolist())
+
+
+def test_the_logits_and_the_length_are_those_of_the_prompt(model):
+    (got, cache), (want, _) = (kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full"))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert cache.length.tolist() == [len(row) for row in PROMPTS]
+
+
+def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it():
+    class Words:
+        def encode(self, text: str, special_tokens: bool) -> list[int]:
+            return {"go": [90], "on": [91, 92]}[text]
+
+    model = dataclasses.replace(toy_model(layers=1), tokenizer=Words())
+    how = Probe(4, 2, "go", "on")
+    assert probe.repetitions(model, PROMPTS, 0, how) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert probe.repetitions(model, PROMPTS, 4, how) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
+    assert probe.repetitions(dataclasses.replace(model, tokenizer=None), PROMPTS, 4, how)[2] == [1, 60, 61, 62, 63]
+
+
+def test_with_adakv_heads_keep_unequally_many(model):
+    cache = kvjax.prefill(model, PROMPTS, "kvzip:budget=4,chunk=4,lead=2,sinks=1 + adakv:alpha=0,page=1")[1]
+    sizes = [[len(head) for head in rows[0]] for rows in kvjax.kept_positions(cache)]
+    assert all(sum(heads) == 4 * model.config.kv_heads for heads in sizes)
+    assert any(len(set(heads)) > 1 for heads in sizes)
+
+
+def test_sizes_that_cannot_be_are_errors(model):
+    with pytest.raises(KvjaxError, match="got chunk=0 and lead=8; kvpress uses 2048 and 8"):
+        kvjax.zoo.kvzip(chunk=0)
+    kvzip, cake = (kvjax.parse(x) for x in ("kvzip:budget=6", "cake:budget=6,window=2"))
+    with pytest.raises(KvjaxError, match="both fill the slot `select`"):
+        kvjax.compose(kvzip, cake)
