@@ -25,11 +25,18 @@ class Recipe:
     formula: str = ""  # what it computes, for its page
     differs: str = ""  # in a sentence, what is not as in the public code or the paper
     example: str = ""  # the string with which its page measures it on contexts of 2,048 tokens; default its name
+    sized_by: str = ""  # the parameters, separated by commas, that say how much it holds; default `budget` or `bits`
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Its parameters with types and defaults."""
         return dict(inspect.signature(self.make, eval_str=True).parameters)
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The parameters that say how many tokens it holds, or in how many bits; none for a method of one size."""
+        default = next((name for name in ("budget", "bits") if name in self.parameters), "")
+        return tuple(filter(None, (self.sized_by or default).split(",")))
 
     @property
     def summary(self) -> str:
@@ -41,7 +48,7 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(
-    source: str, *trials: Trial, formula: str = "", differs: str = "", example: str = ""
+    source: str, *trials: Trial, formula: str = "", differs: str = "", example: str = "", sized_by: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
 
@@ -52,9 +59,8 @@ def recipe(
             text = ",".join(f"{k}={v}" for k, v in given.items())
             return dataclasses.replace(make(*args, **kwargs), recipe=make.__name__ + (f":{text}" if text else ""))
 
-        RECIPES[make.__name__] = Recipe(
-            make.__name__, named, source, trials, formula, differs, example or make.__name__
-        )
+        name = make.__name__
+        RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by)
         return named
 
     return register

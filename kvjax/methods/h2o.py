@@ -107,6 +107,7 @@ class H2O(Policy):
     "the last `recent` leaves",
     differs="The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.",
     example="h2o:heavy=256,recent=256",
+    sized_by="heavy,recent",
 )
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"

@@ -20,7 +20,7 @@ Methods = str | KVMethod | Sequence[str | KVMethod]
 
 
 class Part(NamedTuple):
-    """A recipe as a method's string names it, with all of the recipe's parameters, those left out at their default."""
+    """A recipe as a method's string names it, with its parameters."""
 
     name: str
     values: dict[str, Any]
@@ -32,12 +32,30 @@ def parse(text: str) -> Method:
 
 
 def parts_of(method: str | KVMethod) -> tuple[Part, ...]:
-    """The recipes that a method is composed of; none for a method of one's own, which no string makes."""
+    """The recipes that a method is composed of, each with all of its parameters, those left out at their default.
+
+    None for a method of one's own, which no string makes.
+    """
     try:
-        calls = _calls(method if isinstance(method, str) else name_of(method))
+        given = parts_given(method if isinstance(method, str) else name_of(method))
     except KvjaxError:
         return ()
-    return tuple(Part(name, _defaults(load_all()[name]) | given) for name, given in calls)
+    return tuple(Part(part.name, _defaults(load_all()[part.name]) | part.values) for part in given)
+
+
+def parts_given(text: str) -> tuple[Part, ...]:
+    """The recipes that a string names, with the parameters that it gives and no others; raises as `parse` does."""
+    return tuple(Part(name, given) for name, given in _calls(text))
+
+
+def joined(parts: Iterable[Part]) -> str:
+    """The string that names these recipes with these parameters: what `parts_given` takes apart."""
+
+    def written(part: Part) -> str:
+        given = ",".join(f"{key}={value}" for key, value in part.values.items())
+        return f"{part.name}:{given}" if given else part.name
+
+    return " + ".join(map(written, parts))
 
 
 def split_many(text: str) -> list[str]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.run import store
+from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.compare import compare
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import named
+from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load
 
 CSV = "summary.csv"
@@ -31,11 +32,15 @@ def run(args: argparse.Namespace) -> None:
         return
     named(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
+    shares = equal_bytes.shares_of(args.budget_bytes or "")
+    if shares and len(spec.lengths) > 1:
+        raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     model = load(args.model, dtype=args.dtype)
     _warn(model, spec.lengths)
+    methods = _at_equal_bytes(model, args.methods, shares, spec.lengths[0]) if shares else args.methods
     how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
     try:
-        compare(model, args.methods, tasks, spec, args.out, **how, progress=progress())
+        compare(model, methods, tasks, spec, args.out, **how, progress=progress())
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     summarise(args.out)
@@ -76,6 +81,17 @@ def _warn(model: Model, lengths: Sequence[int]) -> None:
             "methods to fail there that keep true positions, `full` too",
             file=sys.stderr,
         )
+
+
+def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], length: int) -> list[str]:
+    """The methods at sizes that take these shares of the bytes of `full`, which comes first; says what fits nowhere."""
+    found = equal_bytes.fitted(split_many(methods), shares, model.config, length, model.dtype)
+    for method in found:
+        if not method.method:
+            print(
+                f"kvjax: {method.asked} takes more than {method.share} of the bytes of full: left out", file=sys.stderr
+            )
+    return list(dict.fromkeys(["full", *(method.method for method in found if method.method)]))
 
 
 def progress() -> Progress:

@@ -1,0 +1,99 @@
+"""Methods at equal bytes: each one's size is chosen so that its cache takes a given share of the full cache's."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from kvjax.core.types import KvjaxError
+from kvjax.methods.catalogue import load_all
+from kvjax.methods.strings import Part, joined, parts_given
+from kvjax.models.config import Config
+from kvjax.run.planned import planned_bytes
+
+BITS = (8, 4, 3, 2, 1)
+
+
+class Fitted(NamedTuple):
+    """A method at a share of the full cache's bytes."""
+
+    asked: str  # the method's string, of any size
+    share: Fraction
+    method: str  # the same at the greatest size that fits; "" if none does
+    bytes: int  # that it takes on the device for one prompt
+
+
+def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, prompt: int, dtype: Any) -> list[Fitted]:
+    """Every method at every share of the bytes that `full` takes on the device for a prompt of so many tokens.
+
+    What is changed of a method is what its recipe calls its sizes (`Recipe.sizes`): numbers of tokens, or of bits. In a
+    composition it is one part's, the first that makes it fit, tokens before bits. A method of one size is taken as it
+    is wherever it fits. Raises KvjaxError for a method that this model cannot have at the size that it is given.
+    """
+    full = _bytes("full", config, prompt, dtype)
+    return [_fit(text, share, int(full * share), config, prompt, dtype) for share in shares for text in methods]
+
+
+def shares_of(text: str) -> list[Fraction]:
+    """Shares such as "1/2,1/4" or "0.25"; raises KvjaxError for what is none."""
+    return [_share(word.strip()) for word in text.split(",") if word.strip()]
+
+
+def _share(word: str) -> Fraction:
+    try:
+        share = Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise KvjaxError(f"a share of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r}")
+    return share
+
+
+class _Dial(NamedTuple):
+    """What is turned to change a method's size: some parameters of one of its parts."""
+
+    parts: tuple[Part, ...]
+    index: int
+    names: tuple[str, ...]
+
+    def at(self, size: int) -> str:
+        """The method's string at a size; several parameters share it."""
+        part = self.parts[self.index]
+        values = part.values | {name: max(size // len(self.names), 1) for name in self.names}
+        return joined([*self.parts[: self.index], Part(part.name, values), *self.parts[self.index + 1 :]])
+
+
+def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int, dtype: Any) -> Fitted:
+    def taken(method: str) -> int | None:
+        return _bytes(method, config, prompt, dtype)
+
+    as_it_is = planned_bytes(text, config, prompt, dtype=dtype)["device"]
+    for dial in _dials(text):
+        if dial.names == ("bits",):
+            size = next((bits for bits in BITS if (taken(dial.at(bits)) or most + 1) <= most), 0)
+        elif taken(dial.at(prompt)) == taken(dial.at(prompt // 2)):
+            continue  # tokens that are read, and not held
+        else:
+            # What cannot be made so small counts as if it took nothing.
+            size = bisect.bisect_right(range(1, prompt + 1), most, key=lambda size, at=dial.at: taken(at(size)) or 0)
+        bytes_there = taken(dial.at(size)) if size else None
+        if bytes_there is not None:
+            return Fitted(text, share, dial.at(size), bytes_there)
+    return Fitted(text, share, text, as_it_is) if as_it_is <= most else Fitted(text, share, "", 0)
+
+
+def _dials(text: str) -> list[_Dial]:
+    """What may be turned of a method, numbers of tokens before numbers of bits."""
+    parts = parts_given(text)
+    dials = [_Dial(parts, i, load_all()[part.name].sizes) for i, part in enumerate(parts)]
+    return sorted((dial for dial in dials if dial.names), key=lambda dial: dial.names == ("bits",))
+
+
+def _bytes(method: str, config: Config, prompt: int, dtype: Any) -> int | None:
+    """On the device, for one prompt; None where a method cannot be made at this size."""
+    try:
+        return planned_bytes(method, config, prompt, dtype=dtype)["device"]
+    except KvjaxError:
+        return None
