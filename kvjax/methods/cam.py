@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import arriving, lost_tokens
+from kvjax.cache.select.merge import arriving, at_slot, kept_scores, lost_tokens
 from kvjax.cache.select.select import Choice
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
@@ -40,7 +40,7 @@ class Spread:
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
-        number, mean = (_at(x, following) for x in self._windows(choice, held))
+        number, mean = (at_slot(x, following) for x in self._windows(kept_scores(kept, choice), held))
         # Not as a quotient: where the mean is 0, any attention is enough.
         likely = _chance(self.seed, spec, block.pos, lost.shape) * mean < choice.scores.kv
         part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
@@ -48,10 +48,8 @@ class Spread:
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
 
-    def _windows(self, choice: Choice, held: Array) -> tuple[Array, Array]:
+    def _windows(self, scores: Array, held: Array) -> tuple[Array, Array]:
         """Of the kept tokens from each slot on, in the window: how many there are, and their mean score; f32[B K n]."""
-        slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
-        scores = jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
         number = _ahead(held.astype(jnp.float32), self.window)
         return number, _ahead(scores, self.window) / jnp.maximum(number, 1.0)
 
@@ -70,12 +68,6 @@ def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
     size, edges = [1] * x.ndim, [(0, 0)] * x.ndim
     size[2], edges[2] = window, pad
     return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)
-
-
-def _at(x: Array, slot: Array) -> Array:
-    """x f32[B K n] at slots i32[B K T]; 0 behind the last."""
-    n = x.shape[2]
-    return jnp.where(slot < n, jnp.take_along_axis(x, jnp.minimum(slot, n - 1), 2), 0.0)
 
 
 def _chance(seed: int, spec: LayerSpec, pos: Array, shape: tuple[int, int, int]) -> Array:

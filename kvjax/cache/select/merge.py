@@ -46,10 +46,10 @@ def nearest(block: Block, kept: Block, choice: Choice, at_once: int = 256) -> Lo
 
     Memory grows with `at_once` x n, never with T x n. What empty slots hold does not matter.
     """
-    directions, held = _directions(kept.k), kept.pos >= 0
+    towards, held = directions(kept.k), kept.pos >= 0
 
     def nearest_to(key: Array) -> tuple[Array, Array]:
-        cosine = jnp.einsum("bkh,bknh->bkn", _directions(key), directions)
+        cosine = jnp.einsum("bkh,bknh->bkn", directions(key), towards)
         cosine = jnp.where(held, cosine, -jnp.inf)
         return cosine.argmax(-1).astype(jnp.int32), cosine.max(-1)
 
@@ -78,7 +78,20 @@ def mixed(kept: Array, own: Array | float, lost: Array, by: Array, slot: Array, 
     return jnp.where(touched, new.astype(kept.dtype), kept)
 
 
-def _directions(keys: Array) -> Array:
+def kept_scores(kept: Block, choice: Choice) -> Array:
+    """f32[B K n]: what the scorer says of the kept tokens, 0 in empty slots."""
+    held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
+    slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
+    return jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
+
+
+def at_slot(x: Array, slot: Array) -> Array:
+    """x f32[B K n] at slots i32[B K T]; 0 where there is no such slot."""
+    n = x.shape[2]
+    return jnp.where(slot < n, jnp.take_along_axis(x, jnp.minimum(slot, n - 1), 2), 0.0)
+
+
+def directions(keys: Array) -> Array:
     """Keys [... H] divided by their norms, f32."""
     keys = keys.astype(jnp.float32)
     return keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), SMALL)

@@ -1,0 +1,117 @@
+"""Elastic Cache: lost tokens go into the nearest important ones, and while decoding one at a fixed distance leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import Policy, at_least
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import arriving, lost_tokens, mixed
+from kvjax.cache.select.scorers import Accumulated
+from kvjax.cache.select.select import Choice, selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, constant
+
+LAST = 1  # the last token of a prompt always stays
+
+
+@dataclasses.dataclass(frozen=True)
+class IntoAnchors:
+    """Keys and values of lost tokens are averaged into the nearest anchor by position, of two the earlier.
+
+    Anchors are the kept tokens behind the first `sinks` and before the last one. Where there is none, nothing is
+    merged.
+    """
+
+    sinks: int
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        slot = jnp.where(lost, self._nearest(block, kept, lost), n)
+        one = jnp.ones(slot.shape)
+        whole = 1.0 + arriving(one, slot, n)
+        k, v = (mixed(x, 1.0, y, one, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        return dataclasses.replace(kept, k=k, v=v)
+
+    def _nearest(self, block: Block, kept: Block, lost: Array) -> Array:
+        """i32[B K T]: the slot of the anchor nearest to each token, n where there is no anchor."""
+        B, K, n = kept.k.shape[:3]
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
+        last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - LAST - 1
+        held = jnp.broadcast_to(kept.pos, (B, K, n))
+
+        def distance(slot: Array) -> Array:
+            return jnp.abs(jnp.take_along_axis(held, jnp.maximum(slot, 0), 2) - block.pos)
+
+        before, behind = (jnp.clip(slot, self.sinks, last) for slot in (following - 1, following))
+        nearer = jnp.where(distance(behind) < distance(before), behind, before)
+        return jnp.where(last >= self.sinks, nearer, n)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedPoint(Policy):
+    """Over the selection's budget, the token leaves that has `distance` newer ones (Liu et al. 2024, arXiv 2407.18121).
+
+    So what the selection left of the start of a prompt stays for good, and of all that follows the newest `distance`.
+    """
+
+    distance: int = 25
+
+    def __post_init__(self):
+        at_least("Elastic Cache", distance=(self.distance, 1))
+
+    def check(self, layer: Any) -> None:
+        m = layer.method
+        budget = None if m.select is None else m.select.most(layer.spec)
+        if budget is None or m.shares is not None:
+            raise IncompatibleMethod(
+                f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
+                "no fixed number; use a selection with a budget in tokens, without slot `shares`"
+            )
+        if budget <= self.distance:
+            raise KvjaxError(
+                f"the budget of Elastic Cache must be more than distance={self.distance}, got {budget} tokens; use "
+                f"budget={self.distance + 1} or more"
+            )
+
+    def slots(self, layer: Any) -> int:
+        return layer.method.select.most(layer.spec) + 1
+
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
+        place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
+        held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        return jnp.where(place < held, place, -1), None
+
+    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
+        pos = state.pos
+        full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
+        leaves = max(pos.shape[2] - 1 - self.distance, 0)
+        return jnp.where(full & (pos == jnp.sort(pos, 2)[:, :, leaves, None]), -1, pos), None
+
+
+@recipe(
+    "Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache",
+    Trial("elastic_cache:budget=6,sinks=1,distance=3", "elastic_cache:budget=100,sinks=1,distance=3", constant(7)),
+    formula="prompt: x_a <- mean of x_a and of all lost x_e for which |a - e| is least, for keys and values; decode: "
+    "over the budget, the token with `distance` newer ones leaves",
+    differs="The public code takes the result of argsort for ranks, so that what it keeps is all but arbitrary, and "
+    "drops tokens at places that are off by its first ones; here real ranks are used. Its budget is a share of the "
+    "text so far, here a number of tokens.",
+    example="elastic_cache:budget=512",
+)
+def elastic_cache(budget: int = 1024, sinks: int = 1, distance: int = 25) -> Method:
+    """A layer keeps its most attended prompt tokens, averages the others into them, and stays at its size.
+
+    budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt. sinks: the
+    first tokens, which always stay beside the last one (1 in the evaluation of the public code, 4 in its class).
+    distance: while decoding the token leaves that has so many newer ones (25).
+    """
+    select = selecting(Accumulated(), budget, sinks, LAST, per="layer")
+    return Method(select=select, merge=IntoAnchors(sinks), decode=FixedPoint(distance))

@@ -1,0 +1,115 @@
+"""EMS: the best tokens are centres, the next best are merged into those they resemble, and the others are evicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads, in_window
+from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.select.units import top
+from kvjax.core.observe import Obs, mass
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalLocal(Scorer):
+    """Attention from all queries and from the last ones, each as a share of its sum (Li et al. 2024, arXiv 2412.08521).
+
+    The global part is a mean over the queries that see a token, which does not favour old tokens as a sum would.
+    """
+
+    window: int = 32
+    queries: ClassVar[int | None] = None
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        obs = self.asked(seen)
+        everywhere, number = mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
+        nearby, _ = mass(block, obs, in_window(obs, self.window).astype(jnp.float32), spec.window)
+        heads = _share(everywhere / jnp.maximum(number, 1.0)[:, :, None]) + _share(nearby)
+        return by_heads(heads, heads.mean(2), block)
+
+
+def _share(x: Array) -> Array:
+    """f32[B K G S], each row of slots divided by its sum."""
+    return x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntoCentres:
+    """Of each head's lost tokens the best are merged into the nearest kept one, unless the zero class is nearer.
+
+    band: how many may merge, by their scores, as a multiple of the tokens that stay. The zero class is a centre that
+    any key resembles by `threshold`; what joins it is evicted, so each head finds its own share of merged and evicted
+    tokens. A merged value is the mean by scores. A merged key has the direction of the mean of unit keys by scores,
+    and the mean of their norms.
+    """
+
+    band: float = 1.0
+    threshold: float = 0.6
+
+    def __post_init__(self):
+        if self.band < 0:
+            raise KvjaxError(f"band of EMS must be 0 or more times the tokens that stay, got {self.band}; use 1")
+        if not 0 <= self.threshold <= 1:
+            raise KvjaxError(f"threshold of EMS is a cosine in [0, 1], got {self.threshold}; use 0.6")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        joins = self._band(lost, choice) & (lost.cosine >= self.threshold)
+        slot = jnp.where(joins, lost.slot, n)
+        by = jnp.maximum(jnp.where(lost.mask, choice.scores.kv, 0.0), SMALL)
+        own = jnp.maximum(kept_scores(kept, choice), SMALL)
+        whole = own + arriving(by, slot, n)
+
+        def mean(x: Array, y: Array) -> Array:
+            return mixed(x, own[..., None], y, by, slot, whole)
+
+        direction, norm = (mean(of(kept.k), of(block.k)) for of in (directions, _norms))
+        touched = arriving(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        k = jnp.where(touched, (directions(direction) * norm).astype(kept.k.dtype), kept.k)
+        return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
+
+    def _band(self, lost: Lost, choice: Choice) -> Array:
+        """bool[B K T]: the lost tokens of the highest scores."""
+        stay = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
+        return top(choice.scores.kv, lost.mask, part_of(self.band, stay.sum(-1, dtype=jnp.int32)))
+
+
+def _norms(keys: Array) -> Array:
+    """Lengths of keys [... H], f32[... 1]."""
+    return jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True)
+
+
+@recipe(
+    "EMS, Li et al. 2024, arXiv 2412.08521",
+    Trial("ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selected(6)),
+    formula="score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_centre) >= threshold: "
+    "v <- sum of s v / sum of s, k likewise in direction and in norm",
+    differs="The paper has no public code. Unverified: that the two scores are added as shares, the width of the band, "
+    "the threshold, the window, and that norms are averaged. Merging happens once, when the prompt ends.",
+    example="ems:budget=512",
+)
+def ems(budget: int = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0) -> Method:
+    """Each head keeps its best tokens by global and local attention, merges the next best, and evicts the rest.
+
+    budget: prompt tokens kept per head, the window included (256 in the paper's main table). window: the last queries,
+    whose attention is the local one, and whose tokens stay. band: tokens that may merge, as a multiple of those that
+    stay. threshold: the least cosine of two keys that merge. sinks: first tokens that always stay. The last four have
+    no verified source.
+    """
+    select = selecting(GlobalLocal(window), budget, sinks, window)
+    return Method(select=select, merge=IntoCentres(band, threshold))

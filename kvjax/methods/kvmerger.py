@@ -1,0 +1,158 @@
+"""KVMerger: neighbours with similar keys become one token, weighted by a Gaussian around the most attended of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import arriving, at_slot, directions, lost_tokens, mixed
+from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, before_window, below_others, by_heads
+from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.select.units import top
+from kvjax.core import memory
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class Sets:
+    """Each head's tokens in `budget` sets of consecutive tokens (Wang et al. 2024, arXiv 2407.08454).
+
+    The last `recent` tokens, and of the others the `heavy` most attended, are sets by themselves. Between all others,
+    the pairs of neighbours with the highest cosines of keys are joined until there are no more sets than the budget:
+    so the threshold of the paper follows from the budget, for each head.
+    """
+
+    budget: int
+    heavy: int
+    recent: int
+
+    def __post_init__(self):
+        least = 2 * self.heavy + self.recent + 1  # between any two heavy hitters something may be left
+        if min(self.heavy, self.recent) < 0 or self.budget < least:
+            raise KvjaxError(
+                f"KVMerger with heavy={self.heavy} and recent={self.recent} (0 or more) needs a budget of at least "
+                f"2 heavy + recent + 1, got budget={self.budget}; raise it to {max(least, 1)} or protect fewer"
+            )
+
+    def of(self, block: Block, scores: Array) -> Array:
+        """i32[B K T]: the set of each token, counted from its row's first, T in empty slots; scores f32[B K T]."""
+        T = scores.shape[2]
+        real, old = block.pos >= 0, before_window(block, self.recent)
+        heavy = top(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
+        free = old & ~heavy
+        towards = directions(block.clean().k)
+        cosine = _shifted((towards[:, :, 1:] * towards[:, :, :-1]).sum(-1))
+        excess = real.sum(2, dtype=jnp.int32) - self.budget
+        joined = top(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
+        return jnp.where(real, jnp.cumsum(~joined, 2, dtype=jnp.int32) - 1, T)
+
+    def pivots(self, block: Block, scores: Array) -> Array:
+        """bool[B K T]: the most attended token of each set, of equals the first."""
+        sets, T = self.of(block, scores), scores.shape[2]
+        place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
+        index = (*_heads(sets), sets)
+        highest = jnp.full(sets.shape, -jnp.inf).at[index].max(scores, mode="drop")
+        best = scores == at_slot(highest, sets)
+        first = jnp.full(sets.shape, T).at[index].min(jnp.where(best, place, T), mode="drop")
+        return place == first.at[index].get(mode="fill", fill_value=-1)
+
+
+def _shifted(x: Array) -> Array:
+    """[B K T - 1] -> [B K T]: one place later, 0 in the first."""
+    return jnp.pad(x, [(0, 0), (0, 0), (1, 0)])
+
+
+def _heads(x: Array) -> tuple[Array, Array]:
+    """The indices of rows and heads of x [B K ...], to stand before one of slots."""
+    return jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[None, :, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pivots(Scorer):
+    """Attention summed over the prompt, with what is no pivot of its set below all pivots."""
+
+    sets: Sets
+    queries: ClassVar[int | None] = None
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        found = Accumulated().scores(block, seen, spec)
+        others = (block.pos >= 0) & ~self.sets.pivots(block, found.kv)
+        return by_heads(below_others(found.heads, others[:, :, None]), below_others(found.kv, others), block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """Each lost token goes into the kept one of its set, by exp(-d^2 / 2 sigma^2) of the distance d of their keys.
+
+    sigma: 0, the root mean square of the distances of a set, the pivot's own 0 among them; or one for all sets. count:
+    the slot's bias is the logarithm of how many tokens it stands for.
+    """
+
+    sets: Sets
+    sigma: float = 0.0
+    count: bool = False
+
+    def __post_init__(self):
+        if self.sigma < 0:
+            raise KvjaxError(f"sigma of KVMerger must be 0 (each set's own) or positive, got {self.sigma}; use 0")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        slot, n = self._slots(block, kept, choice), kept.k.shape[2]
+        number = arriving(jnp.ones(slot.shape), slot, n)
+        pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
+        distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
+        variance = jnp.full(number.shape, self.sigma**2)
+        if not self.sigma:
+            variance = arriving(distance, slot, n) / (1.0 + number)
+        by = jnp.exp(-distance / jnp.maximum(2 * at_slot(variance, slot), 1e-12))
+        whole = 1.0 + arriving(by, slot, n)
+        k, v = (mixed(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
+
+    def _slots(self, block: Block, kept: Block, choice: Choice) -> Array:
+        """i32[B K T]: the slot that each lost token goes into, n for none."""
+        # Heavy hitters are pivots, so these scores say the same of them as the attention did.
+        sets, n = self.sets.of(block, choice.scores.kv), kept.k.shape[2]
+        held = jnp.broadcast_to(choice.slots, kept.k.shape[:3])
+        of_kept = jnp.where(held >= 0, jnp.take_along_axis(sets, jnp.maximum(held, 0), 2), sets.shape[2])
+        place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], held.shape)
+        slot = jnp.full(sets.shape, n).at[(*_heads(sets), of_kept)].min(place, mode="drop")
+        return jnp.where(lost_tokens(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
+
+
+def _counted(x: Sizes) -> Bytes:
+    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
+
+
+_SIZES = "kvmerger:budget={},heavy=1,recent=2"
+
+
+@recipe(
+    "KVMerger, Wang et al. 2024, arXiv 2407.08454",
+    Trial(_SIZES.format(6), _SIZES.format(100), selected(6)),
+    Trial(_SIZES.format(6) + ",count=true", _SIZES.format(100) + ",count=true", _counted, name="counted"),
+    formula="g_i = exp(-|k_p - k_i|^2 / 2 sigma^2), p: the most attended of a set of neighbours; x <- sum of g_i x_i / "
+    "sum of g_i, for keys and values",
+    differs="The paper has no public code. It joins neighbours whose cosine reaches a threshold (0.75); here the "
+    "threshold of each head is what its budget asks for. Unverified: sigma (as in public ports, the root mean square "
+    "distance of the set), how many tokens are left out of merging, and a factor on merged values, in whose place "
+    "stands `count`. No layer is spared.",
+    example="kvmerger:budget=512",
+)
+def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False) -> Method:
+    """Runs of neighbours with similar keys become one token each, until no more than the budget are left.
+
+    budget: prompt tokens kept per head, at least 2 heavy + recent + 1. heavy, recent: the most attended and the last
+    tokens, which are not merged (the paper has both; how many is unverified). sigma: of the Gaussian, 0 for each set's
+    own; see `Gaussian`. count: a slot also weighs as many times as it stands for tokens.
+    """
+    sets = Sets(budget, heavy, recent)
+    return Method(select=selecting(Pivots(sets), budget, recent=recent), merge=Gaussian(sets, sigma, count))

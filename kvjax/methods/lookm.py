@@ -1,0 +1,107 @@
+"""LOOK-M: image tokens leave before text, and what leaves is merged into the nearest token that stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.merge import Lost, arriving, mixed, nearest
+from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, below_others, by_heads
+from kvjax.cache.select.select import Choice, selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+RULES = ("pivot", "average", "weighted", "normalised")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPrior(Scorer):
+    """H2O's attention summed over the prompt, with image tokens below all text (Wan et al. 2024, arXiv 2406.18139)."""
+
+    images: tuple[tuple[int, int], ...] = ()  # first and last positions
+    queries: ClassVar[int | None] = None
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        found = Accumulated().scores(block, seen, spec)
+        image = jnp.zeros(block.pos.shape, bool)
+        for first, last in self.images:
+            image |= (block.pos >= first) & (block.pos <= last)
+        return by_heads(below_others(found.heads, image[:, :, None]), below_others(found.kv, image), block)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntoNearest:
+    """Keys and values of lost tokens go into the kept token with the nearest key; of a kept x and N arriving x_e:
+
+    "average": (x + sum of x_e) / (1 + N). "pivot": each x_e is first averaged with x. "weighted": each x_e is first
+    multiplied by its cosine u_e, so that keys and values shrink. "normalised": weights w_e = (u_e + 1) / 2, over
+    1 + sum of w_e (what KVCache-Factory calls weighted).
+    """
+
+    rule: str = "pivot"
+
+    def __post_init__(self):
+        if self.rule not in RULES:
+            raise KvjaxError(f"rule of LOOK-M must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        number = arriving(jnp.ones(lost.slot.shape), lost.slot, n)
+        own = 1.0 + number / 2 if self.rule == "pivot" else jnp.ones(number.shape)
+        by = self._weights(lost)
+        whole = 1.0 + (arriving(by, lost.slot, n) if self.rule == "normalised" else number)
+        k, v = (mixed(x, own[..., None], y, by, lost.slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        return dataclasses.replace(kept, k=k, v=v)
+
+    def _weights(self, lost: Lost) -> Array:
+        """f32[B K T]: what each lost token is multiplied by."""
+        if self.rule == "weighted":
+            return lost.cosine
+        if self.rule == "normalised":
+            return jnp.maximum((lost.cosine + 1.0) / 2, 1e-6)
+        return jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
+
+
+def _ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Ranges of positions from "5-580/600-1175"; raises KvjaxError for anything else."""
+    found = []
+    for part in filter(None, text.split("/")):
+        first, dash, last = part.partition("-")
+        if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise KvjaxError(
+                f"images of LOOK-M must be ranges of positions, first to last, got {part!r}; write '5-580' for one, "
+                "'5-580/600-1175' for two, or leave it empty"
+            )
+        found.append((int(first), int(last)))
+    return tuple(found)
+
+
+@recipe(
+    "LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M",
+    Trial("lookm:budget=6,recent=2,sinks=1,images=1-4", "lookm:budget=100,recent=2,images=1-4", selected(6)),
+    formula="e = argmax cos(k_e, k_kept); pivot: x <- (x + sum of (x_e + x) / 2) / (1 + N), for keys and values",
+    differs="The public code keeps all text beside its budget, here text has the first claim on it; its 'average' and "
+    "'weighted' leave out lost tokens of low similarity (the latter is then `d2o`, and the former mixes its tokens "
+    "up), here as in the paper all are merged. Merging happens once, when the prompt ends.",
+    example="lookm:budget=512,recent=256",
+)
+def lookm(budget: int = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = "") -> Method:
+    """Heavy hitters and recent tokens stay, text before images; what leaves is merged into the nearest of them.
+
+    budget, recent, sinks: prompt tokens that each head keeps, and the last and first among them that always stay (the
+    public code: a tenth of the prompt recent and as much heavy, and the first 4 where nothing tells images from text).
+    rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`. images:
+    the positions that leave first, in every row, as in "5-580/600-1175": for a model of text a part of the prompt that
+    matters less, such as a pasted table. Empty: no token has a prior, and this is H2O's choice with merging.
+    """
+    return Method(
+        select=selecting(TextPrior(_ranges(images)), budget, sinks, recent),
+        merge=IntoNearest(rule),
+    )

@@ -1,0 +1,84 @@
+"""EMS against its oracle: global and local scores, the band that may merge, and the zero class."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import parse
+from kvjax.cache.select.scorers import Scores
+from kvjax.core.types import KvjaxError
+from kvjax.methods.ems import GlobalLocal, IntoCentres
+from tests.contract import layer
+from tests.oracles import ems as oracle
+from tests.oracles import eviction
+from tests.oracles.slots import held
+from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
+
+SMALL = "ems:budget=6,window=2,threshold=0"
+
+
+@pytest.mark.parametrize("rule", [IntoCentres(1.0, 0.0), IntoCentres(0.5, 0.2)], ids=str)
+def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
+    block, choice = ragged()
+    got = merged(rule, block, choice)
+    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+        for head, slots in enumerate(np.asarray(choice.slots[b])):
+            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
+            score = np.asarray(choice.scores.kv[b, head, :n], np.float64)
+            keys, values = oracle.merged(k, v, score, slots[:stay].tolist(), rule.band, rule.threshold)
+            np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=5e-6)
+            np.testing.assert_allclose(got.v[b, head, :stay], values, atol=5e-6)
+    jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=np.inf)), got)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "key", "value"),
+    [(0.75, [2.7163, 0.4289], 2), (0.85, [2, 0], 1)],
+    ids=["nearer to the centre", "nearer to the zero class"],
+)
+def test_by_hand_a_token_is_merged_or_evicted(threshold, key, value):
+    """The cosine is 0.8, scores are 3 and 1: direction (3 + 0.8, 0.6) / 4, norm (3 * 2 + 5) / 4."""
+    block, choice = by_hand([[2, 0], [4, 3]], [[1], [5]], [0])
+    kv = jnp.asarray([[[3.0, 1.0]]])
+    got = merged(IntoCentres(1.0, threshold), block, choice._replace(scores=Scores(kv[:, :, None], kv)))
+    np.testing.assert_allclose(got.k[0, 0, 0], key, atol=5e-5)
+    np.testing.assert_allclose(got.v[0, 0, 0], [value], atol=1e-6)
+
+
+def test_scores_that_are_all_zero_and_keys_without_direction_give_no_nan():
+    block, choice = by_hand([[0, 0], [0, 0], [1, 0]], [[1], [3], [5]], [0])
+    nothing = jnp.zeros((1, 1, 3))
+    got = merged(IntoCentres(3.0, 0.0), block, choice._replace(scores=Scores(nothing[:, :, None], nothing)))
+    assert np.isfinite(got.k).all()
+    np.testing.assert_allclose(got.v[0, 0], [[3]], atol=1e-6)
+
+
+def test_each_head_keeps_its_best_and_merges_the_next_best():
+    d = layer.data()
+    state = layer.prefill(layer.bound(SMALL), d)
+    for b, n in enumerate(d.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+        a = eviction.attention(q, k)
+        for head in range(layer.K):
+            score = oracle.scores(a[head], 2)
+            stay = oracle.kept(score, 6, 2)
+            positions, *got = held(state, b, head)
+            assert positions == stay
+            for x, want in zip(got, oracle.merged(k[head], v[head], score, stay, 1.0, 0.0), strict=True):
+                np.testing.assert_allclose(x, want, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GlobalLocal(0), "window of EMS must be at least 1 query, got 0; use 32"),
+        (lambda: IntoCentres(-1.0), "band of EMS must be 0 or more .* got -1.0; use 1"),
+        (lambda: parse("ems:threshold=1.5"), "threshold of EMS is a cosine .* got 1.5; use 0.6"),
+    ],
+)
+def test_sizes_that_cannot_be_are_errors_with_a_remedy(make, message):
+    with pytest.raises(KvjaxError, match=message):
+        make()

@@ -1,0 +1,74 @@
+"""LOOK-M against its oracle: which tokens stay, and what is merged into them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import parse
+from kvjax.core.types import KvjaxError
+from kvjax.methods.lookm import RULES, IntoNearest
+from tests.contract import layer
+from tests.oracles import eviction
+from tests.oracles import lookm as oracle
+from tests.oracles.slots import held
+from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
+
+SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
+    block, choice = ragged()
+    got = merged(IntoNearest(rule), block, choice)
+    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+        for head, slots in enumerate(np.asarray(choice.slots[b])):
+            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
+            keys, values = oracle.merged(k, v, slots[:stay].tolist(), rule)
+            np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=2e-6)
+            np.testing.assert_allclose(got.v[b, head, :stay], values, atol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, merged(IntoNearest(rule), *ragged(padding=np.inf)), got)
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "value"),
+    [
+        ("average", [1, 0.5], [1, 1]),
+        ("pivot", [1, 0.25], [1.5, 0.5]),
+        ("weighted", [0.8536, 0.3536], [1, 0.7071]),
+        ("normalised", [1, 0.4605], [1.0790, 0.9210]),
+    ],
+)
+def test_by_hand_the_lost_token_lies_between_two_and_goes_into_the_first(rule, key, value):
+    block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
+    got = merged(IntoNearest(rule), block, choice)
+    np.testing.assert_allclose(got.k[0, 0], [key, [0, 1]], atol=5e-5)
+    np.testing.assert_allclose(got.v[0, 0], [value, [0, 1]], atol=5e-5)
+
+
+def test_text_stays_before_images_and_all_that_leaves_is_merged():
+    """A row's positions 1 to 4 are images: of nine tokens two of them stay, of six tokens all."""
+    d = layer.data()
+    state = layer.prefill(layer.bound(SMALL), d)
+    for b, n in enumerate(d.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+        received = eviction.h2o(eviction.attention(q, k))[1]
+        for head in range(layer.K):
+            stay = oracle.kept(received[head], 6, 2, 1, [1, 2, 3, 4])
+            assert {t for t in range(n) if not 1 <= t <= 4} <= set(stay)
+            positions, *got = held(state, b, head)
+            assert positions == stay
+            for x, want in zip(got, oracle.merged(k[head], v[head], stay, "pivot"), strict=True):
+                np.testing.assert_allclose(x, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("images", ["5", "9-4", "1-x", "-3", "1-2-3"])
+def test_ranges_that_are_none_are_an_error_with_its_remedy(images):
+    with pytest.raises(KvjaxError, match=f"ranges of positions.*got {images!r}; write '5-580'"):
+        parse(f"lookm:images={images}")
+
+
+def test_an_unknown_rule_is_an_error_with_those_that_there_are():
+    with pytest.raises(KvjaxError, match="must be one of 'pivot', 'average', 'weighted', 'normalised', got 'max'"):
+        parse("lookm:rule=max")
