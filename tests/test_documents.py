@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from experiments import method_pages
+from experiments import field_page, method_pages
 from kvjax.methods.catalogue import RECIPES, load_all
 from kvjax.testing import toy_model
 
@@ -62,3 +62,26 @@ def test_every_method_has_a_page_with_its_formula_and_its_measurements():
     found = method_pages.measured()
     assert {r.name for r in load_all().values() if not r.formula} == set()
     assert {r.example for r in load_all().values()} - set(found) == set()
+
+
+def test_the_page_of_the_field_is_that_of_its_table_and_of_the_catalogue():
+    assert field_page.PAGE.read_text() == field_page.page(), "run python -m experiments.field_page"
+
+
+def test_the_survey_is_whole_and_most_of_it_is_here():
+    survey = [field_page.checked(system) for system in field_page.systems()["survey"]]
+    assert [system["number"] for system in survey] == list(range(1, 54))
+    assert sum("methods" in system or "calls" in system for system in survey) >= 45
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ({"methods": ["snapkv", "wishful"]}, "X claims the method 'wishful', which the catalogue does not have"),
+        ({"calls": ["kvjax.wishful"]}, "X claims kvjax.wishful, which there is not"),
+        ({}, "X has neither a method nor a call, nor a reason"),
+    ],
+)
+def test_a_row_that_claims_what_there_is_not_is_an_error(claim, says):
+    with pytest.raises(LookupError, match=says):
+        field_page.checked({"name": "X", **claim})

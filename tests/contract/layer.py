@@ -108,17 +108,23 @@ def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Arr
 
 def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
     """The state after the prompts, made as the decoder makes it."""
-    lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
     if layer.needs.chunk:
         return _through_the_method(layer, q, block, slots)
-    seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
-    if layer.needs.probe is not None:
-        seen = seen._replace(probed=_looked(layer, seen, q, lengths))
+    seen, lengths = observed(layer, q, block)
     keep = None
     if layer.needs.all_layers:
         measures = layer.measure(*forward.seen_by(layer, seen, lengths))
         keep = layer.shares(measures[None], lengths)[0]
     return layer.prefill(*forward.seen_by(layer, seen, lengths, keep), slots)
+
+
+def observed(layer: Layer, q: jax.Array, block: Block) -> tuple[forward.Prompt, jax.Array]:
+    """The prompts with all that the layer asks to see of them, and their lengths."""
+    lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+    seen = forward.Prompt(block.k, block.v, forward.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
+    if layer.needs.probe is not None:
+        seen = seen._replace(probed=_looked(layer, seen, q, lengths))
+    return seen, lengths
 
 
 def _model_of(layer: Layer, q: jax.Array, block: Block) -> tuple[jax.Array | None, jax.Array | None]:

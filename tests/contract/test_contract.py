@@ -1,4 +1,4 @@
-"""The battery that every trial of every method passes (C1 to C6), and the register that it runs over."""
+"""The battery that every trial of every method passes (C1 to C6, and C10), and the register that it runs over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from kvjax import planned_bytes, state_bytes
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
-from tests.contract import layer
+from tests.contract import edges, layer
 from tests.contract.table import RECIPES, TRIALS, sizes
 
 MODEL = Config(2, layer.D, layers=1, heads=layer.K * layer.G, kv_heads=layer.K, head_dim=layer.H, mlp_width=layer.D)
@@ -126,3 +126,13 @@ def test_c6_bytes_are_the_recipes_and_the_planned_ones(trial: Trial, dtype):
     sizes_of = {"capacity": layer.CAPACITY, "batch": layer.B, "width": layer.LONGEST, "dtype": dtype}
     planned = planned_bytes(trial.small, MODEL, layer.LONGEST, **sizes_of)
     assert planned == want
+
+
+@every
+def test_c10_what_breaks_naive_code_gives_numbers(trial: Trial):
+    bound = layer.bound(trial.small)
+    for cases, d in edges.batches():
+        state = layer.prefill(bound, d)
+        for x in jax.tree.leaves(state):
+            assert not (jnp.issubdtype(x.dtype, jnp.floating) and np.isnan(x).any()), f"{x.shape} of one of {cases}"
+        assert not edges.those_not(layer.run(trial.small, d, state=state), cases)

@@ -1,0 +1,115 @@
+"""Expected Attention: the tokens that queries to come will attend to, if they are like those of the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads
+from kvjax.cache.select.select import selecting
+from kvjax.core.attention import NEG, weights
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Scorer):
+    """The attention that a normally distributed query of the next `future` positions pays to each token, times |v|.
+
+    Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the bare queries after the sinks,
+    each turned by the mean of the rotations ahead. The expectation of exp(q k / sqrt(H)) has the logit
+    mean k / sqrt(H) + k covariance k / (2 H); a softmax over the tokens after the sinks, per query head, and the mean
+    over a key/value head's query heads follow. Sinks score 0: the selection keeps them in any case.
+    """
+
+    queries: ClassVar[int | None] = None
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    value_norms: bool = True
+    epsilon: float = 0.0
+
+    def __post_init__(self):
+        if self.future < 1:
+            raise KvjaxError(f"future must be at least 1 position ahead, got {self.future}; kvpress uses 512")
+        if self.epsilon < 0:
+            raise KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        block = block.clean()
+        logits = expected_logits(block.k, *self._to_come(block, self.asked(seen), spec.rope))
+        readable = still_seen(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
+        p, _, l = weights(jnp.where(readable, logits, NEG))
+        heads = p / jnp.maximum(l, 1e-30)[..., None]
+        if self.value_norms:
+            norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
+            heads = (heads + self.epsilon) * norms[:, :, None]
+        return by_heads(heads, heads.mean(2), block)
+
+    def _to_come(self, block: Block, seen: Obs, rope: Rope) -> tuple[Array, Array | None]:
+        """Mean f32[B K G H] and covariance f32[B K G H H] of the queries to come."""
+        counted, steps = seen.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
+        bare = mean_over_bare(seen, counted, rope, sum_of_queries)[:, :, :, None]
+        mean = turned_ahead(bare, rope, block, steps)[:, :, :, 0]
+        if not self.covariance:
+            return mean, None
+
+        def products(q: Array, counts: Array) -> Array:
+            apart = (q - bare) * counts
+            return jnp.einsum("bkgqh,bkgqi->bkghi", apart, apart)
+
+        half = turned_ahead(mean_over_bare(seen, counted, rope, products), rope, block, steps)
+        return mean, turned_ahead(half.swapaxes(3, 4), rope, block, steps)
+
+
+def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:
+    """Keys [B K S H] -> f32[B K G S], the logarithm of the exponentiated scaled dot product's expectation."""
+    H = keys.shape[3]
+
+    def of_key(key: Array) -> Array:
+        key = key.astype(jnp.float32)
+        logit = jnp.einsum("bkh,bkgh->bkg", key, mean) * H**-0.5
+        if covariance is None:
+            return logit
+        return logit + jnp.einsum("bkgi,bki->bkg", jnp.einsum("bkh,bkghi->bkgi", key, covariance), key) / (2 * H)
+
+    return jnp.moveaxis(lax.map(of_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
+
+
+@recipe(
+    "Expected Attention, Devoto et al. 2025, arXiv 2510.00636; constants of its public code, kvpress",
+    Trial("expected_attention:budget=5,sinks=1,future=4", "expected_attention:budget=100,sinks=1", selected(5)),
+    formula="score_s = |v_s| mean over a head's query heads of softmax_s(m k_s / sqrt(H) + k_s C k_s / (2 H)), "
+    "m = R mean(q), C = R cov(q) R^T of the prompt's bare queries, R = mean of the next rotations",
+    differs="Statistics are those of a row's own queries as the model makes them, so models that normalise queries "
+    "work too, where kvpress computes them from hidden states; tokens that have left a layer's sliding window score 0.",
+    example="expected_attention:budget=512",
+)
+def expected_attention(
+    budget: int = 1024,
+    sinks: int = 4,
+    future: int = 512,
+    covariance: bool = True,
+    value_norms: bool = True,
+    epsilon: float = 0.0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps the tokens that queries to come are expected to attend to.
+
+    sinks: first tokens, which stay and are left out of all statistics. future: positions ahead that the queries are
+    turned to, in the mean. covariance: whether the queries' spread counts, beside their mean. value_norms, epsilon:
+    scores are (expected attention + epsilon) |v|. These constants are kvpress'; it is normally used over unequal heads,
+    'expected_attention + adakv'. budget, unit, per as in `snapkv`.
+    """
+    scorer = ExpectedAttention(sinks, future, covariance, value_norms, epsilon)
+    return Method(select=selecting(scorer, budget, sinks, unit=unit, per=per))

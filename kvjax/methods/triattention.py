@@ -1,0 +1,103 @@
+"""TriAttention: the tokens whose distance suits the mean query, by the trigonometric series of the rotations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads
+from kvjax.cache.select.select import selecting
+from kvjax.core.attention import NEG
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class TriAttention(Scorer):
+    """What a key gives with the mean query of its head, at distances that double, and by its size alone.
+
+    Mao et al. 2026, arXiv 2604.04921. With bare queries and keys as complex numbers, one for each rotated pair f of
+    channels, mean query m and mean modulus a: the sum over f of |m| |k| cos((t - p + d) w + arg(m conj k)) +
+    (a - |m|) |k|, in the mean over d = 1, 2, 4, .., `furthest`. The first term is the dot product of the key as it is
+    held with the mean query turned to t + d; channels that are not rotated count in it alone. normalise: each query
+    head's scores are brought to mean 0 and deviation 1 over a row's tokens before the greatest of a key/value head's
+    query heads is taken.
+    """
+
+    queries: ClassVar[int | None] = None
+    furthest: int = 65536
+    normalise: bool = True
+
+    def __post_init__(self):
+        if self.furthest < 1:
+            raise KvjaxError(f"furthest must be a distance of at least 1 token, got {self.furthest}; use 65536")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        block, seen, rope = block.clean(), self.asked(seen), spec.rope
+
+        def sums(q: Array, counts: Array) -> tuple[Array, Array]:
+            return sum_of_queries(q, counts), moduli(q, rope.dim).sum(3)
+
+        mean, modulus = mean_over_bare(seen, seen.pos >= 0, rope, sums)
+        steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
+        turned = turned_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
+        keys = block.k.astype(jnp.float32)
+        heads = jnp.einsum("bkgh,bksh->bkgs", turned, keys)
+        spread = modulus - moduli(mean, rope.dim)
+        heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
+        readable = still_seen(block, spec.window)
+        if self.normalise:
+            heads = standardised(heads, readable)
+        heads = jnp.where(readable, heads, NEG)
+        return by_heads(heads, heads.max(2), block)
+
+
+def moduli(x: Array, dim: int) -> Array:
+    """f32[... dim / 2]: the lengths of the rotated pairs of channels of x [... H]; no rotation changes them."""
+    half = dim // 2
+    return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
+
+
+def standardised(x: Array, counted: Array) -> Array:
+    """x f32[B K G S] minus its mean, over its standard deviation, both over the slots counted bool[B 1|K 1 S]."""
+    number = jnp.maximum(counted.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+    apart = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number
+    variance = jnp.where(counted, jnp.square(apart), 0.0).sum(3, keepdims=True) / number
+    return apart / jnp.maximum(jnp.sqrt(variance), 1e-6)
+
+
+@recipe(
+    "TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin",
+    Trial("triattention:budget=5,recent=2,furthest=8", "triattention:budget=100,recent=2", selected(5)),
+    formula="score_s = mean over d of sum_f |m_f| |k_f| cos((t - s + d) w_f + arg(m_f conj k_f)) + (a_f - |m_f|) |k_f| "
+    "with m and a the mean and the mean modulus of a head's bare queries",
+    differs="Statistics come from a row's own queries, those of the prompt and under `recompress` the last `every`, "
+    "where the authors calibrate them once per model and keep them in a file; the prompt counts towards the budget, "
+    "where their code protects it by default.",
+    example="triattention:budget=512",
+)
+def triattention(
+    budget: int = 2048,
+    recent: int = 128,
+    furthest: int = 65536,
+    normalise: bool = True,
+    sinks: int = 0,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps the tokens that suit its mean query at the distances ahead, and the recent ones.
+
+    budget, recent: the authors' plugin keeps 2,048 tokens and among them the last 128. furthest: the distances ahead
+    are the powers of two up to it. normalise: over each query head's scores before the greatest is taken (optional in
+    the authors' code, on in TensorRT-LLM). The authors compress every 128 tokens while decoding:
+    'triattention + recompress:every=128'. unit, per as in `snapkv`.
+    """
+    return Method(select=selecting(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))

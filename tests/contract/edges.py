@@ -1,0 +1,70 @@
+"""Rows that break naive code, such as zeros, tokens that are all alike and a single token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.contract import layer
+
+CASES = {
+    "zero queries": 9,
+    "zero keys": 9,
+    "all zeros": 9,
+    "one key for all tokens": 9,
+    "all tokens alike": 9,
+    "all channels alike": 9,
+    "a channel of zeros": 9,
+    "large keys and values": 9,
+    "tiny keys and values": 9,
+    "a single token": 1,
+    "a single token, and all that follow like it": 1,
+    "a single token of zeros": 1,
+}
+"""What is the matter with a row, and how many tokens its prompt has."""
+
+
+def changed(case: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    """One row, q [K G S H], k, v [K S H], with what the case is about."""
+    match case:
+        case "zero queries":
+            return 0 * q, k, v
+        case "zero keys":
+            return q, 0 * k, v
+        case "all zeros" | "a single token of zeros":
+            return 0 * q, 0 * k, 0 * v
+        case "one key for all tokens":
+            return q, 0 * k + k[:, :1], v
+        case "all tokens alike" | "a single token, and all that follow like it":
+            return 0 * q + q[:, :, :1], 0 * k + k[:, :1], 0 * v + v[:, :1]
+        case "all channels alike":
+            return q, 0 * k + k[..., :1], 0 * v + v[..., :1]
+        case "a channel of zeros":
+            others = np.arange(layer.H) != 3
+            return q * others, k * others, v * others
+        case "large keys and values":
+            return q, 1e3 * k, 1e3 * v
+        case "tiny keys and values":
+            return q, 1e-30 * k, 1e-30 * v
+    return q, k, v
+
+
+@functools.cache
+def batches() -> list[tuple[list[str], layer.Data]]:
+    """The cases, as many at a time as the battery's programs have rows."""
+    random, found = layer.data(), []
+    for first in range(0, len(CASES), layer.B):
+        cases = list(CASES)[first : first + layer.B]
+        # Every row is made of the battery's longest one, whose tokens are all real.
+        rows = [changed(case, *(np.asarray(x[0]) for x in (random.q, random.k, random.v))) for case in cases]
+        q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*rows, strict=True))
+        found.append((cases, layer.Data(q, k, v, np.array([CASES[case] for case in cases], np.int32))))
+    return found
+
+
+def those_not(numbers: np.ndarray, cases: Iterable[str]) -> list[str]:
+    """The cases whose rows of an array are not finite everywhere."""
+    return [case for case, row in zip(cases, numbers, strict=True) if not np.isfinite(row).all()]

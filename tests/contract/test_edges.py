@@ -1,0 +1,60 @@
+"""A scorer gives every token a finite score, whatever it looks at; C10 says the same of states and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method, MethodLayer
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block
+from kvjax.methods.strings import parse
+from kvjax.run import forward
+from tests.contract import layer
+from tests.contract.edges import batches, those_not
+from tests.contract.table import RECIPES
+
+METHODS = [parse(recipe.trials[0].small) for recipe in RECIPES.values()]
+SELECTING = {method.select.scorer: method for method in METHODS if method.select is not None}
+"""Each scorer once, with a method that chooses by it."""
+
+
+def badly_scored(bound: MethodLayer) -> set[str]:
+    """The cases in which a token of a prompt has a score that is no finite number; a selection would hide it."""
+
+    def scored(q: Array, block: Block) -> Scores:
+        seen = forward.seen_by(bound, *layer.observed(bound, q, block))
+        return bound.method.select.scorer.scores(*seen, bound.spec)
+
+    program, found = jax.jit(scored, compiler_options=layer.QUICK), set()
+    for cases, d in batches():
+        q, block = layer.prompt(d)
+        given, real = program(q, block), np.asarray(block.pos >= 0)
+        found |= {*those_not(np.where(real[:, :, None], given.heads, 0.0), cases)}
+        found |= {*those_not(np.where(real, given.kv, 0.0), cases)}
+    return found
+
+
+@pytest.mark.parametrize("scorer", SELECTING, ids=str)
+def test_scores_are_finite(scorer):
+    assert not badly_scored(layer.bound(SELECTING[scorer]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Naive(Scorer):
+    """The first channel of a key at length 1, wherever a key has a length."""
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        return by_tokens(block.k[..., 0] / jnp.sqrt(jnp.square(block.k).sum(-1)), block)
+
+
+def test_a_division_by_zero_is_found():
+    found = badly_scored(layer.bound(Method(select=selecting(Naive(), 5))))
+    assert found == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}

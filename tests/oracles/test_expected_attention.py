@@ -1,0 +1,105 @@
+"""Expected Attention against its oracle, on ragged rows, and over unequal heads."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.contract import LayerSpec
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope, RopeScaling
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.expected_attention import ExpectedAttention, expected_logits
+from tests.contract import layer
+from tests.oracles import expected_attention as oracle
+
+SETTINGS = [
+    ExpectedAttention(sinks=2, future=40),
+    ExpectedAttention(sinks=0, future=3, covariance=False, epsilon=0.02),
+    ExpectedAttention(sinks=1, future=1, value_norms=False),
+]
+FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
+
+
+@functools.cache
+def compiled(scorer: ExpectedAttention, spec: LayerSpec):
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv, compiler_options=layer.QUICK)
+
+
+def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> np.ndarray:
+    n = int(d.lengths[row])
+    q, k, v = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+    options = (scorer.sinks, scorer.future, scorer.covariance, scorer.value_norms, scorer.epsilon)
+    return oracle.scores(q, k, v, FREQUENCIES, *options)
+
+
+@pytest.mark.parametrize("scorer", SETTINGS, ids=str)
+def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
+    d = layer.data(3)
+    for padding in (0.0, np.inf):
+        q, block = layer.prompt(d, padding)
+        got = np.asarray(compiled(scorer, layer.spec())(block, Obs(q, block.pos[:, 0])))
+        for row, n in enumerate(d.lengths):
+            for head in range(layer.K):
+                if n > scorer.sinks:
+                    want = by_oracle(scorer, d, row, head)
+                    np.testing.assert_allclose(got[row, head, scorer.sinks : n], want, rtol=2e-4)
+            assert (got[row, :, n:] == -np.inf).all() and np.isfinite(got[row, :, :n]).all()
+
+
+def test_one_position_ahead_by_hand():
+    """Both queries are (1, 0) without their rotation, and (0, 1) at the next position, a quarter turn ahead."""
+    rope = Rope(2, scaling=RopeScaling("linear", 4 / np.pi))  # two positions make a quarter turn
+    pos, eighth = np.arange(2, dtype=np.int32)[None], np.sqrt(0.5)
+    q, k, v = (
+        np.array(x, np.float32)[None, None]
+        for x in ([[[1, 0], [eighth, eighth]]], [[0, np.sqrt(2) * np.log(3)], [0, 0]], [[1, 0], [0, 2]])
+    )
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=rope)
+    got = compiled(ExpectedAttention(sinks=0, future=1), spec)(Block(k, v, pos[:, None]), Obs(q, pos))
+    np.testing.assert_allclose(got[0, 0], [0.75, 0.5], atol=1e-5)
+
+
+def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
+    rng = np.random.default_rng(0)
+    k, mean, spread = (rng.normal(size=(1, 1, *shape)).astype(np.float32) for shape in ((7, 3), (2, 3), (2, 3, 3)))
+    by_three = jax.jit(functools.partial(expected_logits, keys_at_once=3), compiler_options=layer.QUICK)
+    x, m, c = (a[0, 0].astype(np.float64) for a in (k, mean, spread))
+    want = m @ x.T / np.sqrt(3) + np.einsum("si,gij,sj->gs", x, c, x) / 6
+    np.testing.assert_allclose(by_three(k, mean, spread)[0, 0], want, atol=1e-5)
+
+
+def test_what_left_the_sliding_window_scores_zero():
+    q, block = layer.prompt(layer.data())
+    got = compiled(SETTINGS[0], layer.spec(window=5))(block, Obs(q, block.pos[:, 0]))
+    assert (np.asarray(got[0]) > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
+
+
+def test_over_unequal_heads_the_best_of_all_heads_stay():
+    d, budget, scorer = layer.data(5), 5, ExpectedAttention(sinks=1, future=4)
+    bound = layer.bound(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
+    held = np.asarray(bound.positions(layer.prefill(bound, d)))
+    for row, n in enumerate(d.lengths.tolist()):
+        kept = [sorted(p for p in held[row, head].tolist() if p >= 0) for head in range(layer.K)]
+        if n <= budget:
+            assert kept == [list(range(n))] * layer.K
+            continue
+        every = np.stack([by_oracle(scorer, d, row, head) for head in range(layer.K)])
+        best = np.argsort(-every, None)[: layer.K * (budget - 1)]
+        assert kept == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"future": 0}, "future must be at least 1 position ahead, got 0; kvpress uses 512"),
+        ({"epsilon": -1.0}, "epsilon must be 0 or more, got -1.0; kvpress uses 0"),
+    ],
+)
+def test_bad_input_is_an_error_with_its_remedy(wrong, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.zoo.expected_attention(**wrong)
