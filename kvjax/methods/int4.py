@@ -28,11 +28,13 @@ def _on_host(x: Sizes) -> Bytes:
     differs="A row of one sign has zero taken into its range, as in QuaRot; vLLM's formula would clip it.",
     example="int4",
 )
-def int4(rotate: bool = True) -> Method:
+def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     """Every token's key and value of a head in 4 bits with a scale of its own, and coded only once, when it comes.
 
-    rotate: rows are multiplied by a Hadamard matrix first, which spreads outliers (vLLM, QuaRot). Attention in the
-    prompt is exact. Takes H / 2 + 4 bytes per token, head, and each of key and value, for a head size of H.
+    rotate: rows are multiplied by a Hadamard matrix first, which spreads outliers (vLLM, QuaRot). clip: of a row's
+    least and greatest number the share that its codes span; what lies outside takes the nearest code (QuaRot's clip
+    ratio: 1 by default, which clips nothing). Attention in the prompt is exact. Takes H / 2 + 4 bytes per token, head,
+    and each of key and value, for a head size of H.
     """
-    rows = Rows(MinMax(4), "hadamard" if rotate else "")
+    rows = Rows(MinMax(4, clip), "hadamard" if rotate else "")
     return Method(k=rows, v=rows)

@@ -161,9 +161,18 @@ def test_unpack_inverts_pack(bits, axis):
         assert packed[at].tolist() == kivi.pack(lines[at].tolist(), bits)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_unpack_inverts_pack_of_three_bits(axis):
+    codes = np.random.default_rng(3).integers(0, 8, (32, 64, 96)).astype(np.uint32)
+    words = pack(codes, 3, axis)
+    assert words.size * 32 == codes.size * 3
+    np.testing.assert_array_equal(unpack(words, 3, axis), codes)
+
+
 @pytest.mark.parametrize(
     ("bits", "codes", "words"),
     [
+        (3, [0, 1, 2, 3, 4, 5, 6, 7] * 4, [0xE4E4E4E4, 0xE4E4E4E4, 0xF0F0F0F0]),
         (1, [1] + [0] * 30 + [1] + [0, 1] * 16, [0x80000001, 0xAAAAAAAA]),
         (2, [3, 0, 1, 2] + [0] * 11 + [2], [0x80000093]),
         (4, [1, 2, 3, 4, 5, 6, 7, 15, 0, 9, 0, 0, 0, 0, 0, 0], [0xF7654321, 0x90]),

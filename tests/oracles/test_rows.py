@@ -57,7 +57,14 @@ def test_the_example_by_hand():
     np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_lies_outside_a_clipped_range_takes_the_nearest_code():
+    """Half of -1..2 is -0.5..1, in steps of 0.1."""
+    clipped = MinMax(4, 0.5)
+    read = clipped.decode(clipped.encode(jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)))
+    np.testing.assert_allclose(read, [-0.5, 0.0, 0.5, 1.0] * 2, rtol=2**-18)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0])
 def test_codes_are_those_of_the_formula(bits, shift):
     x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
@@ -175,7 +182,9 @@ def test_head_sizes_that_fill_no_words_or_have_no_matrix_are_refused():
         with pytest.raises(KvjaxError, match=remedy):
             codec.encode(jnp.zeros((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))
     with pytest.raises(KvjaxError, match="bits"):
-        MinMax(3)
+        MinMax(5)
+    with pytest.raises(KvjaxError, match="clip"):
+        MinMax(4, 1.5)
     with pytest.raises(KvjaxError, match="rotate"):
         Rows(rotate="random")
 

@@ -97,14 +97,20 @@ class Kivi(Codec):
             return n // self.residual * self.residual
         return jnp.maximum(n - self.residual, 0)
 
+    def irrevocable(self, stored: Packed, n: Array) -> Array:
+        """Codes stay codes: a row keeps those that it has, and the residual that fewer tokens would not have left."""
+        if self.axis == "channel":
+            return stored.settled
+        return jnp.where(stored.settled > 0, stored.settled + self.residual, 0)
+
     def encode(self, x: Array, pos: Array) -> Packed:
-        self._check_head_dim(x.shape[3])
+        self.check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         settled, slots = self.settled(n), x.shape[2]
         recent = memory.take(x, self._held(settled, n)[:, None])
         x = _resized(x, self.room(slots), 2)
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
-        codes, scale, lo = self._quantise(x)
+        codes, scale, lo = self.quantise(x)
         known = inside if self.axis == "token" else inside[:, :, :: self.group]
 
         def keep(a, ok):
@@ -134,7 +140,7 @@ class Kivi(Codec):
         leaving = stored.recent
         if count < self.places:
             leaving = memory.take(leaving, (at % self.places)[:, None, None])
-        codes, scale, lo = self._quantise(leaving)
+        codes, scale, lo = self.quantise(leaving)
         groups = at // self.group if self.axis == "channel" else at
         return Packed(
             self._add_codes(stored.codes, codes, at, due),
@@ -165,6 +171,12 @@ class Kivi(Codec):
 
     def rows(self, stored: Packed, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
+        newest = memory.take(stored.recent, idx % self.places)
+        settled = (idx < stored.settled[:, None, None])[..., None]
+        return jnp.where(settled, self.coded_rows(stored, idx), newest)
+
+    def coded_rows(self, stored: Any, idx: Array) -> Array:
+        """`rows` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
         in_words = idx if self.packed == "channels" else idx // self.per
         codes = memory.rows(stored.codes, in_words)
         if self.packed == "channels":
@@ -175,9 +187,7 @@ class Kivi(Codec):
         scale, lo = memory.rows(stored.scale, groups), memory.rows(stored.lo, groups)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
-        newest = memory.take(stored.recent, idx % self.places)
-        settled = (idx < stored.settled[:, None, None])[..., None]
-        return jnp.where(settled, quant.dequantise(codes, scale, lo), newest)
+        return quant.dequantise(codes, scale, lo)
 
     def scores(self, q: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
@@ -225,7 +235,7 @@ class Kivi(Codec):
             split, a = (B, K, S, H // self.group, self.group), 4
         return rule(codes.reshape(split), jnp.expand_dims(scale, a), jnp.expand_dims(lo, a)).reshape(codes.shape)
 
-    def _quantise(self, x: Array) -> tuple[Array, Array, Array]:
+    def quantise(self, x: Array) -> tuple[Array, Array, Array]:
         """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
         B, K, T, H = x.shape
         if self.axis == "token":
@@ -249,7 +259,8 @@ class Kivi(Codec):
     def _word_axis(self) -> int:
         return 2 if self.packed == "tokens" else 3
 
-    def _check_head_dim(self, H: int) -> None:
+    def check_head_dim(self, H: int) -> None:
+        """Raises KvjaxError for a head size that groups or words do not divide."""
         if self.axis == "token" and H % self.group:
             near = [g for g in range(1, H + 1) if H % g == 0]
             best = min(near, key=lambda g: abs(g - self.group))

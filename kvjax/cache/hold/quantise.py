@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.types import Array
+from kvjax.core.types import Array, KvjaxError
 
 BITS = (1, 2, 4, 8)
+ROW_BITS = (1, 2, 3, 4, 8)
+"""Of codes that are packed along the whole of an axis: of 3 bits they do not lie side by side in a word."""
+
 ONE_BIT = ("improved", "original")
 
 
@@ -50,10 +55,36 @@ def number(codes: Array) -> Array:
     return lax.bitcast_convert_type(codes, jnp.int32).astype(jnp.float32)
 
 
+def fill(bits: int) -> int:
+    """The fewest codes that fill whole words."""
+    return math.lcm(bits, 32) // bits
+
+
+def check_bits(bits: int, known: tuple[int, ...]) -> None:
+    """Raises KvjaxError for a width of codes that is not known."""
+    if bits not in known:
+        near = min(known, key=lambda b: abs(b - bits))
+        raise KvjaxError(f"bits must be one of {', '.join(map(str, known))}, got {bits}; the nearest is {near}")
+
+
+def check_fills(H: int, bits: int) -> None:
+    """Raises KvjaxError where a row of H codes does not fill whole words."""
+    if H % fill(bits):
+        raise KvjaxError(
+            f"{bits}-bit codes fill 32-bit words {fill(bits)} at a time, and the head size {H} is no multiple of "
+            "that; use more bits, or `kivi`, which packs along the tokens"
+        )
+
+
 def pack(codes: Array, bits: int, axis: int) -> Array:
-    """uint32 codes -> words along `axis`: code j of a word at bit bits * j."""
+    """uint32 codes -> words along `axis`: code j of a word at bit bits * j.
+
+    Codes of 3 bits come as the words of all their lower two bits, and behind these the words of all their highest.
+    """
     per = 32 // bits
     axis %= codes.ndim
+    if bits == 3:
+        return jnp.concatenate([pack(codes & 3, 2, axis), pack(codes >> 2, 1, axis)], axis)
     split = codes.reshape(*codes.shape[:axis], codes.shape[axis] // per, per, *codes.shape[axis + 1 :])
     return (split << _shifts(bits, axis + 1, split.ndim)).sum(axis + 1, dtype=jnp.uint32)
 
@@ -61,6 +92,9 @@ def pack(codes: Array, bits: int, axis: int) -> Array:
 def unpack(words: Array, bits: int, axis: int) -> Array:
     """The codes of `pack`, uint32."""
     axis %= words.ndim
+    if bits == 3:
+        low, high = jnp.split(words, [words.shape[axis] * 2 // 3], axis)
+        return unpack(low, 2, axis) | unpack(high, 1, axis) << 2
     wide = jnp.expand_dims(words, axis + 1)
     codes = (wide >> _shifts(bits, axis + 1, wide.ndim)) & jnp.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])

@@ -46,22 +46,26 @@ class MinMax(Quantiser):
     With top = 2^bits - 1: scale = max((max - min) / top, 1e-6), zero = -min / scale, code = x / scale + zero, both
     rounded, halves away from zero, and clipped to 0..top; x' = (code - zero) * scale. A row of one sign has zero taken
     into its range (QuaRot), where vLLM's formula would clip it. As there, `zero` lies in the lowest bits of the stored
-    scale, which is so changed by less than 2^(bits - 23) of itself: 4 bytes beside the codes.
+    scale, which is so changed by less than 2^(bits - 23) of itself: 4 bytes beside the codes. clip: the share of min
+    and of max that the codes span, in (0, 1]; what lies outside takes the nearest code (QuaRot).
     """
 
     bits: int = 4
+    clip: float = 1.0
 
     def __post_init__(self):
-        if self.bits not in quant.BITS:
-            raise KvjaxError(f"bits must be one of {', '.join(map(str, quant.BITS))}, got {self.bits}; vLLM uses 4")
+        quant.check_bits(self.bits, quant.ROW_BITS)
+        if not 0 < self.clip <= 1:
+            raise KvjaxError(f"clip must lie in (0, 1], got {self.clip}; 1 lets all numbers of a row in")
 
     def check(self, H: int) -> None:
-        _fills_words(H, self.bits)
+        quant.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> Words:
         top = float(2**self.bits - 1)
-        least, most = jnp.minimum(x.min(-1, keepdims=True), 0.0), jnp.maximum(x.max(-1, keepdims=True), 0.0)
-        scale = _scale(most - least, top)
+        least = jnp.minimum(x.min(-1, keepdims=True), 0.0) * self.clip
+        most = jnp.maximum(x.max(-1, keepdims=True), 0.0) * self.clip
+        scale = scale_of(most - least, top)
         zero = jnp.clip(_rounded(-least / scale), 0.0, top)
         codes = jnp.clip(_rounded(x / scale + zero), 0.0, top).astype(jnp.uint32)
         word = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._low
@@ -86,10 +90,10 @@ class Absmax(Quantiser):
     """
 
     def check(self, H: int) -> None:
-        _fills_words(H, 8)
+        quant.check_fills(H, 8)
 
     def encode(self, x: Array) -> Words:
-        scale = _scale(jnp.abs(x).max(-1, keepdims=True), 127.0)
+        scale = scale_of(jnp.abs(x).max(-1, keepdims=True), 127.0)
         codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
         return Words(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
 
@@ -192,10 +196,10 @@ def hadamard(H: int) -> np.ndarray:
     return matrix / np.float32(np.sqrt(H))
 
 
-def _scale(span: Array, steps: float) -> Array:
-    """The size of one of so many steps."""
+def scale_of(span: Array, steps: float, least: float = 1e-6) -> Array:
+    """The size of one of so many steps, and not less than `least`."""
     # By a bare constant XLA would not divide, but multiply by its rounded reciprocal.
-    return jnp.maximum(span / jnp.where(span > 0, steps, 1.0), 1e-6)
+    return jnp.maximum(span / jnp.where(span > 0, steps, 1.0), least)
 
 
 def _rounded(x: Array) -> Array:
@@ -207,12 +211,3 @@ def _rows_and_slots(stored: Coded) -> tuple[int, int]:
     """B * K and S."""
     B, K, S, _ = jax.tree.leaves(stored.parts)[0].shape
     return B * K, S
-
-
-def _fills_words(H: int, bits: int) -> None:
-    per = 32 // bits
-    if H % per:
-        raise KvjaxError(
-            f"{bits}-bit codes are packed {per} to a 32-bit word, which does not divide the head size {H}; use more "
-            "bits, or `kivi`, which packs along the tokens"
-        )

@@ -1,0 +1,36 @@
+"""Block floating point in NumPy, float64, with the channels of keys in the order of their size (arXiv 2403.20137)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def exponent(largest: float, bits: int) -> int:
+    """The least power of two with which the largest mantissa reaches a number above 0."""
+    e = -126
+    while (2 ** (bits - 1) - 1) * 2.0**e < largest:
+        e += 1
+    return e
+
+
+def row(x: np.ndarray, bits: int, block: int) -> np.ndarray:
+    """x [H] through its mantissas."""
+    out = []
+    for part in x.reshape(-1, block):
+        power = 2.0 ** exponent(np.abs(part).max(), bits)
+        out += [round(y / power) * power for y in part.tolist()]
+    return np.array(out)
+
+
+def order(k: np.ndarray) -> list[int]:
+    """The channels of keys k [n H], the largest first, of equal ones the first."""
+    size = (k**2).sum(0)
+    return sorted(range(k.shape[1]), key=lambda c: (-size[c], c))
+
+
+def keys(k: np.ndarray, prompt: int, bits: int, block: int) -> np.ndarray:
+    """Keys [n H], of which the first are the prompt, as they are held: sorted, coded, and put back."""
+    first = order(k[:prompt])
+    out = np.empty_like(k)
+    out[:, first] = np.stack([row(x, bits, block) for x in k[:, first]])
+    return out

@@ -1,0 +1,109 @@
+"""Block floating point and sorted channels against their oracle."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.hold.floats import BlockFloat
+from kvjax.cache.hold.ordered import Ordered
+from kvjax.cache.hold.rows import Rows
+from kvjax.core.types import KvjaxError
+from tests.contract import layer
+from tests.oracles import bfp as oracle
+from tests.oracles.held import attended
+
+POS = jnp.arange(6, dtype=jnp.int32)[None, None]
+
+
+def through(quantiser: BlockFloat, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)), compiler_options=layer.QUICK)
+    return np.asarray(run(jnp.asarray(x, jnp.float32)))
+
+
+def test_the_example_by_hand():
+    """7 steps of 1 do not reach 8, so a step is 2, and 1 lies half-way between 0 and 2; the zeros share no exponent."""
+    x = np.array([8.0, 1.0, -2.0, 0.4, 0.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(through(BlockFloat(4, 4), x), [8.0, 0.0, -2.0, 0.0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(through(BlockFloat(4, 4), np.array([7.0, 1.0, -2.5, 0.4] * 2)), [7, 1, -2, 0] * 2)
+
+
+@pytest.mark.parametrize(("bits", "block"), [(2, 8), (3, 32), (4, 8), (8, 16)])
+def test_rows_are_their_oracles_and_largest_numbers_are_never_cut(bits, block):
+    x = np.random.default_rng(bits).normal(size=(30, 32)).astype(np.float32)
+    x *= np.exp(np.random.default_rng(0).uniform(-9, 9, size=(30, 1)))
+    x[:5, 0] = (2 ** (bits - 1) - 1) * 2.0 ** np.arange(-2, 3)  # exactly what the largest mantissa reaches
+    got = through(BlockFloat(bits, block), x)
+    x = x.astype(np.float64)
+    np.testing.assert_array_equal(got, [oracle.row(row, bits, block) for row in x])
+    power = np.array([[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in row.reshape(-1, block)] for row in x])
+    assert (np.abs(got - x).reshape(30, -1, block) <= power[..., None] / 2).all()
+
+
+def test_numbers_at_the_edges_of_float32_stay_finite():
+    x = np.array([3e38, -3e38, 1.0, 0.0, 1e-38, 0.0, -1e-38, 0.0])
+    np.testing.assert_allclose(through(BlockFloat(8, 4), x), x, rtol=0.02, atol=2e36)
+
+
+@pytest.mark.parametrize("sort", [True, False])
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(sort):
+    d, method = layer.data(), kvjax.zoo.bfp(4, 8, sort)
+    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+
+    def rows(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.row(row, 4, 8) for row in x])
+
+    def keys(x: np.ndarray, prompt: int) -> np.ndarray:
+        return oracle.keys(x, prompt, 4, 8) if sort else rows(x, prompt)
+
+    np.testing.assert_allclose(out, attended(d, keys, rows), atol=1e-5)
+
+
+def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
+    """Every fourth channel is a hundred times as large as the others: unsorted, all blocks of 8 are coarse."""
+    x = np.random.default_rng(0).normal(size=(1, 1, 6, 32))
+    x[..., ::4] *= 100
+    others = [c for c in range(32) if c % 4]
+
+    def error(codec) -> np.ndarray:
+        run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)), compiler_options=layer.QUICK)
+        return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
+
+    rows = Rows(BlockFloat(4, 8))
+    assert error(Ordered(rows)) < 0.2 * error(rows)
+
+
+@pytest.mark.parametrize("place", [lambda c: c, Host])
+def test_an_order_alone_changes_nothing(place):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 6, 8)), jnp.float32)
+    q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 1, 8)), jnp.float32)
+    ordered, plain = place(Ordered(Plain())), Plain()
+    a, b = (c.write(c.encode(x, POS), 2 * x[:, :, :1], jnp.array([[5]])) for c in (ordered, plain))
+    assert state_bytes(a)["device"] == 2 * 8 * 4 + (0 if place is Host else state_bytes(b)["device"])
+    p = plain.scores(q, b)
+    np.testing.assert_allclose(ordered.search(q, a), p, atol=1e-5)
+    a = ordered.load(a)
+    np.testing.assert_array_equal(ordered.decode(a), plain.decode(b))
+    np.testing.assert_array_equal(ordered.rows(a, jnp.array([[[5, 0]] * 2])), plain.rows(b, jnp.array([[[5, 0]] * 2])))
+    np.testing.assert_allclose(ordered.scores(q, a), p, atol=1e-5)
+    np.testing.assert_allclose(ordered.mix(p, a), plain.mix(p, b), atol=1e-5)
+
+
+def test_without_a_prompt_channels_stay_as_they_are():
+    stored = Ordered(Plain()).encode(jnp.full((1, 1, 2, 8), jnp.inf), jnp.full((1, 1, 2), -1))
+    assert stored.order.tolist() == [[list(range(8))]]
+
+
+def test_what_has_no_meaning_is_refused():
+    for make, why in (
+        (lambda: kvjax.parse("bfp:bits=1"), "bits must be one of 2, 3, 4, 8, got 1"),
+        (lambda: kvjax.parse("bfp:block=0"), "at least 1 channel"),
+        (lambda: BlockFloat(4, 12).check(32), "block 12 does not divide the head size 32; the nearest that does is 8"),
+    ):
+        with pytest.raises(KvjaxError, match=why):
+            make()

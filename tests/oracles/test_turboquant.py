@@ -1,0 +1,134 @@
+"""TurboQuant against its oracle: levels, keys, values, bytes, and the exact layers at the ends of a model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.hold.even import EvenSteps
+from kvjax.cache.hold.lloyd import LloydMax, levels
+from kvjax.cache.hold.rows import Quantiser
+from kvjax.core.rope import Rope
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config
+from tests.contract import layer
+from tests.oracles import turboquant as oracle
+from tests.oracles.held import attended
+from tests.oracles.rows import sylvester
+
+
+@pytest.mark.parametrize(
+    ("d", "bits", "upper"),
+    [(4, 2, [0.22629, 0.75478]), (128, 3, [0.02165, 0.06679, 0.11872, 0.19007])],
+)
+def test_the_levels_are_the_published_ones(d, bits, upper):
+    np.testing.assert_allclose(levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
+    np.testing.assert_allclose(levels(d, bits), oracle.levels(d, bits), atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4])
+def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
+    level = levels(64, bits).astype(float) * 8
+    edges = [-np.inf, *(level[1:] + level[:-1]) / 2, np.inf]
+    want = [oracle.exact_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    np.testing.assert_allclose(level, want, rtol=2e-3)
+    np.testing.assert_allclose(level, -level[::-1], atol=1e-6)
+
+
+def test_the_example_by_hand():
+    """A key of length root 12 in 2 bits: the logit of (1, 0, 0, 0) is near its exact 1.5, and is not uncorrected."""
+    k, q = np.array([3.0, 1, 1, 1]), np.array([1.0, 0, 0, 0])
+    codes, held = oracle.key(k, 2)
+    assert codes == [3, 2, 2, 2]
+    np.testing.assert_allclose(q @ held / 2, 1.45985, rtol=1e-3)
+    np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
+
+
+def through(quantiser: Quantiser, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)), compiler_options=layer.QUICK)
+    return np.asarray(run(jnp.asarray(x, jnp.float32)))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_keys_and_values_are_their_oracles(bits):
+    x = np.random.default_rng(bits).normal(size=(20, 32)) * 5
+    got = through(LloydMax(bits), x @ sylvester(32)) @ sylvester(32)
+    np.testing.assert_allclose(got, [oracle.key(row, bits)[1] for row in x], atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
+    np.testing.assert_allclose(through(EvenSteps(bits), x), [oracle.value(row, bits) for row in x], atol=1e-5)
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct):
+    d, method = layer.data(), kvjax.zoo.turboquant(k_bits, v_bits, correct)
+    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+
+    def keys(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.key(row, k_bits, correct)[1] for row in x])
+
+    def values(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.value(row, v_bits) for row in x])
+
+    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+
+
+@pytest.mark.parametrize("quantiser", [LloydMax(3), LloydMax(4, False), EvenSteps(3)])
+def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantiser):
+    read = through(quantiser, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+    assert np.isfinite(read).all() and not read[0].any()
+    if isinstance(quantiser, EvenSteps):
+        np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits", "each"), [(4, 4, 134), (3, 4, 118), (3, 3, 102), (8, 4, 128 + 68)])
+def test_bytes_are_vllms(k_bits, v_bits, each):
+    """Of a token and a head of 128 channels, which take 512 bytes in bfloat16."""
+    bound = layer.bound(kvjax.zoo.turboquant(k_bits, v_bits), head_dim=128)
+    x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
+    held = state_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
+    assert held == {"device": 4 * each, "pinned_host": 0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends", "exact"),
+    [(8, 2, [0, 1, 6, 7]), (5, 2, [0, 1, 3, 4]), (4, 2, [0, 1, 2, 3]), (3, 0, []), (1, 2, [])],
+)
+def test_so_many_layers_at_each_end_are_exact(layers, ends, exact):
+    for text in ("turboquant", "turboquant + offload"):
+        method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={ends}"))
+        bound = [method.bind(LayerSpec(i, layers, 2, 2, 32, None, Rope(32))) for i in range(layers)]
+        plain = Plain() if text == "turboquant" else Host(Plain())
+        assert [i for i in range(layers) if bound[i].k == plain] == exact
+        assert [i for i in range(layers) if bound[i].v == plain] == exact
+
+
+def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
+    config = Config(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
+
+    def planned(method: str) -> int:
+        return kvjax.planned_bytes(method, config, 16, capacity=32)["device"]
+
+    full, coded, both = (planned(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
+    assert coded < full / 3 and 3 * both == 2 * full + coded
+
+
+def test_what_has_no_meaning_is_refused():
+    for text, why in {
+        "turboquant:k_bits=5": "bits must be one of 1, 2, 3, 4, 8, got 5; the nearest is 4",
+        "turboquant:v_bits=16": "the nearest is 8",
+        "turboquant:ends=-1": "must be 0 or more, got -1",
+    }.items():
+        with pytest.raises(KvjaxError, match=why):
+            kvjax.parse(text)
+    for method, H, why in (
+        (kvjax.zoo.turboquant(3), 16, "32 at a time.*more bits"),
+        (kvjax.zoo.turboquant(), 24, "rotate"),
+    ):
+        with pytest.raises(KvjaxError, match=why):
+            layer.bound(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))
