@@ -50,6 +50,11 @@ class Recompress(Policy):
                 "others, and a budget is divided among layers, when the prompt ends and not while decoding; leave one "
                 "of them out"
             )
+        if layer.method.rescore is not None:
+            raise IncompatibleMethod(
+                f"slot `rescore`, {layer.method.rescore}, looks at the layer when the prompt ends, and slot `decode`, "
+                f"{self}, makes the selection again while decoding; leave one of them out"
+            )
 
     def target(self, layer: Any) -> int:
         """Tokens that are left by a compression."""
@@ -63,7 +68,7 @@ class Recompress(Policy):
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         if seen is not None:
             wanted = layer.method.select.scorer.queries
-            seen = _in_places(_latest(seen, self.every if wanted is None else wanted))
+            seen = _in_places(latest(seen, self.every if wanted is None else wanted))
         return jnp.where(place < held, place, -1), seen
 
     def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
@@ -98,7 +103,7 @@ class Recompress(Policy):
         return jnp.where(stays, state.pos, -1)
 
 
-def _latest(seen: Obs, count: int) -> Obs:
+def latest(seen: Obs, count: int) -> Obs:
     """The last `count` of each row's queries, in the order of their positions, -1 before a row's first."""
     pos = last_positions(seen.pos.max(1) + 1, count)
     at = (seen.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)

@@ -130,21 +130,24 @@ def unit_scores(scores: Array, sinks: int, unit: Unit) -> Array:
 def top(scores: Array, allowed: Array, count: Array) -> Array:
     """bool[B ... U]: the `count` i32[B ...] highest of scores f32[B ... U] that are allowed; ties to the lower index.
 
-    Bit by bit, first the least score that stays, then the last index among those equal to it: no sort, which is slow on
-    a CPU.
+    Bit by bit, first those that differ in their scores, then by index among equals: no sort, which is slow on a CPU.
+    Scores are looked at in one loop only: what XLA computes twice, it may round in two ways.
     """
-    key = jnp.where(allowed, _ordered(scores), jnp.uint32(0))
+    key, equal = jnp.broadcast_arrays(_ordered(scores), allowed)
     count = count.reshape(*count.shape, *(1,) * (key.ndim - count.ndim))
 
     def number(mask):
         return mask.sum(-1, keepdims=True, dtype=jnp.int32)
 
-    def score_bit(i, least):
-        higher = least | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
-        return jnp.where(number(key >= higher) >= count, higher, least)
+    def score_bit(i, found):
+        chosen, equal, left = found  # of those that are equal in all higher bits, `left` are still to be chosen
+        one = (key >> (31 - i).astype(jnp.uint32)) & 1 == 1
+        ones = number(equal & one)
+        enough = ones >= left
+        return chosen | (equal & one & ~enough), equal & (one == enough), jnp.where(enough, left, left - ones)
 
-    least = jax.lax.fori_loop(0, 32, score_bit, jnp.zeros((*key.shape[:-1], 1), jnp.uint32))
-    equal, left = key == least, count - number(key > least)
+    left = jnp.broadcast_to(count, (*key.shape[:-1], 1))
+    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, (jnp.zeros(key.shape, bool), equal, left))
     index = jnp.arange(key.shape[-1], dtype=jnp.int32).reshape(*(1,) * (key.ndim - 1), -1)
     bits = key.shape[-1].bit_length()
 
@@ -153,7 +156,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
         return jnp.where(number(equal & (index < later)) < left, later, last)
 
     last = jax.lax.fori_loop(0, bits, index_bit, jnp.zeros_like(left))
-    return allowed & (count > 0) & ((key > least) | (equal & (index <= last)))
+    return chosen | (equal & (left > 0) & (index <= last))
 
 
 def _ordered(x: Array) -> Array:
@@ -196,6 +199,14 @@ def select(
     s = unit_scores(scores, sinks, unit)
     chosen = top(s, evictable(part, s.shape[-1])[:, None], part.quota)
     return indices(chosen, part, scores.shape[-1], slots, sinks, unit.size)
+
+
+def slots_where(mask: Array, count: int) -> Array:
+    """bool[B K S] -> the slots where it holds, i32[B K count], ascending, -1 in unused places."""
+    S = mask.shape[2]
+    slot = jnp.arange(S, dtype=jnp.int32)[None, None]
+    found = jnp.sort(jnp.where(mask, slot, S), 2)[:, :, :count]
+    return jnp.where(found < S, found, -1)
 
 
 def gather(block: Block, idx: Array) -> Block:

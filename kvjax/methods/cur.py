@@ -1,0 +1,76 @@
+"""CUR: the tokens whose keys and values are large among their neighbours'."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+SMALL = 1e-30
+
+
+@dataclasses.dataclass(frozen=True)
+class Cur(Scorer):
+    """Approximate leverage of keys and values: their squared norms (CurDKV, arXiv 2509.15038; kvpress' CURPress).
+
+    A squared norm counts as its share of the sum over `window` tokens, counted from the row's first. leverage: what a
+    token is scored by, the "product" of both shares, their "mean", or that of the "key" or "value" alone. Scores of a
+    head sum to 1. Where all is zero, the score is 0.
+    """
+
+    window: int = 16
+    leverage: str = "product"
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise KvjaxError(f"window must be at least 1 token, got {self.window}; kvpress uses 16")
+        if self.leverage not in ("product", "mean", "key", "value"):
+            raise KvjaxError(f"leverage must be 'product', 'mean', 'key' or 'value', got {self.leverage!r}")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        real = block.clean()
+        key, value = self._share(real.k), self._share(real.v)
+        score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
+        return by_tokens(score / jnp.maximum(score.sum(2, keepdims=True), SMALL), block)
+
+    def _share(self, x: Array) -> Array:
+        """x [B K S H] -> each token's part of the squared norms in its window, f32[B K S]."""
+        square = jnp.square(x.astype(jnp.float32)).sum(-1)
+        B, K, S = square.shape
+        windows = jnp.pad(square, [(0, 0), (0, 0), (0, -S % self.window)]).reshape(B, K, -1, self.window)
+        share = windows / jnp.maximum(windows.sum(-1, keepdims=True), SMALL)
+        return share.reshape(B, K, -1)[:, :, :S]
+
+
+@recipe(
+    "CURPress of kvpress, after CurDKV, Sengupta et al. 2025, arXiv 2509.15038",
+    Trial("cur:budget=5,window=4,sinks=1", "cur:budget=100,window=4,sinks=1", selected(5)),
+    formula="score_s = |k_s|^2 / (sum of |k|^2 in its window) * |v_s|^2 / (sum of |v|^2 in its window)",
+    differs="The random projection of keys and values before their norms are taken, an option of kvpress that is off "
+    "there, is left out.",
+    example="cur:budget=512",
+)
+def cur(
+    budget: int = 1024,
+    window: int = 16,
+    leverage: str = "product",
+    sinks: int = 4,
+    unit: str = "token",
+    per: str = "head",
+) -> Method:
+    """After the prompt each head keeps the tokens of the largest keys and values among neighbours; it sees no queries.
+
+    window: neighbours that a norm is compared with; a window as long as the prompt compares with all. leverage:
+    "product", "mean", "key" or "value". sinks: first tokens that always stay. All three as in kvpress. budget, unit,
+    per as in `snapkv`.
+    """
+    return Method(select=selecting(Cur(window, leverage), budget, sinks, 0, unit, per))

@@ -1,0 +1,133 @@
+"""Keyformer: H2O's heavy hitters, scored with noise and at a temperature that rises while decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, without_lowest
+from kvjax.cache.method import Method
+from kvjax.core import attention
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs, mass
+from kvjax.core.random import draw
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial, constant
+
+
+class Marks(NamedTuple):
+    """What is counted."""
+
+    score: Array  # f32[B K S], of the token in each slot
+    prompt: Array  # i32[B], tokens of the prompt, from which steps are counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Keyformer(Policy):
+    """Key tokens and recent tokens, chosen again at every step (Adnan et al. 2024, arXiv 2403.09054).
+
+    A token's score is the sum, over all queries since it came and the query heads of its key/value head, of a softmax
+    over what is kept: of the logit plus Gumbel noise, over a temperature. That is tau for the prompt's queries, and
+    rises in equal parts over `steps` steps to tau_end, where it stays. The attention itself has neither. After a step
+    that makes more than `budget` tokens, the lowest score that is not among the last `recent` leaves for good; of equal
+    scores the older goes. A longer prompt is cut in one go. True positions stay.
+
+    The noise of a query, a key and a query head is drawn by seed, layer, head and their positions, and by nothing else.
+    """
+
+    budget: int
+    recent: int
+    tau: float = 1.0
+    tau_end: float = 2.0
+    steps: int = 100
+    seed: int = 0
+
+    queries: ClassVar[int | None] = None  # all of the prompt's
+    weights: ClassVar[bool] = True
+
+    def __post_init__(self):
+        at_least("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
+        if min(self.tau, self.tau_end) <= 0:
+            raise KvjaxError(
+                f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
+                "and 2"
+            )
+
+    def slots(self, layer: Any) -> int:
+        return self.budget + 1
+
+    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Marks]:
+        seen = asked(seen, "Keyformer", "all queries")
+        last = over_heads.max(block.pos.max(2))  # [B 1]
+
+        def noisy(logits: Array, q_pos: Array) -> Array:
+            return (logits + self.noise(layer.spec, logits.shape[1], q_pos, block.pos)) / self.tau
+
+        every = jnp.ones(seen.pos.shape)
+        score = mass(block, seen, every, layer.spec.window, change=noisy)[0].sum(2)
+        pos = jnp.broadcast_to(block.pos, score.shape)
+        rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
+        chosen = best(rank, pos, min(self.budget, slots))
+        return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
+
+    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
+        t, prompt = q_pos[:, None], state.marks.prompt  # [B 1 1], [B]
+        step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
+        tau = self.tau + (self.tau_end - self.tau) * step / self.steps
+        noise = self.noise(layer.spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
+        added = tempered(weights, noise, tau[..., None]).sum(2)
+        # What was in the slot of the newest token before it came does not count.
+        before = jnp.where(state.pos == t, 0.0, state.marks.score)
+        score = jnp.where(t >= 0, before + added, state.marks.score)
+        old = (state.pos >= 0) & (state.pos <= t - self.recent)
+        return without_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
+
+    def noise(self, spec: LayerSpec, here: int, q_pos: Array, pos: Array) -> Array:
+        """Gumbel noise f32[B K G T S] of the `here` key/value heads on this device, by positions of queries and keys.
+
+        q_pos i32[B T], pos i32[B 1|K S].
+        """
+        layer = jnp.full((1, 1, 1, 1, 1), spec.index, jnp.int32)
+        head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
+        group = jnp.arange(spec.groups, dtype=jnp.int32)[None, None, :, None, None]
+        bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
+        uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
+        return -jnp.log(-jnp.log(uniform))
+
+
+def tempered(weights: Array, noise: Array, tau: Array) -> Array:
+    """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
+    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.NEG)
+    p, _, l = attention.weights(logits)
+    return p / jnp.maximum(l, 1e-30)[..., None]
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(constant(6, marks=4)(x).device + x.per_row())
+
+
+@recipe(
+    "Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm",
+    Trial("keyformer:budget=5,recent=2", "keyformer:budget=100,recent=10", _bytes),
+    formula="score_s = sum over queries t >= s of softmax_s((q_t k_s / sqrt(H) + Gumbel noise) / tau_t); over budget, "
+    "the lowest outside the last `recent` leaves",
+    differs="The authors' code masks tokens and drops none, hides each token for good that leaves the recent ones, so "
+    "that only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.",
+    example="keyformer:budget=512,recent=153",
+)
+def keyformer(
+    budget: int = 1024, recent: int = 307, tau: float = 1.0, tau_end: float = 2.0, steps: int = 100, seed: int = 0
+) -> Method:
+    """Key tokens and recent tokens, chosen again at every step by attention with noise, in constant memory.
+
+    budget: tokens that stay, `recent` included (the authors' runs: 60 percent of the prompt, of these 30 percent
+    recent). tau, tau_end: temperature for the prompt, and at the end of its rise (the paper's). steps: decoded tokens
+    over which it rises: give the length of the answer, as the paper does; 100 is a rise of 0.01 a token, the default of
+    the authors' configuration. seed: of the noise.
+    """
+    return Method(decode=Keyformer(budget, recent, tau, tau_end, steps, seed))

@@ -1,0 +1,88 @@
+"""LagKV: the tokens that spread most when measured by the tokens after them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.cache.select.units import by_unit
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+NARROW = 1e-6  # a channel that spans less than this in a partition does not vary there
+
+
+@dataclasses.dataclass(frozen=True)
+class LagKV(Scorer):
+    """How widely a token spreads within the range of the partition after its own (arXiv 2504.04704).
+
+    Behind its `sinks` a row is cut into partitions of `lag` tokens. Each channel of a token's key is placed in the
+    range that the keys of the next partition span in it; the standard deviation of these places over the channels, as
+    a softmax over the token's partition, is the key's score. The value's is made alike, and the mean of both counts: by
+    its rank in the partition over `lag`, so that all partitions lose alike, or with `cross` as it is.
+
+    Tokens without a whole partition behind theirs have no score: they outrank all others, the later the higher, and the
+    sinks outrank these. A channel that does not vary in the next partition places every token at 0.
+    """
+
+    lag: int = 128
+    sinks: int = 4
+    cross: bool = False
+
+    def __post_init__(self):
+        if self.lag < 1:
+            raise KvjaxError(f"lag must be at least 1 token, got {self.lag}; kvpress uses 128")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        real = block.clean()
+        keys, values = (by_unit(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
+        scored = (_spread(keys) + _spread(values)) / 2
+        if not self.cross:
+            scored = scored.argsort(-1).argsort(-1).astype(jnp.float32) / self.lag
+        B, K, S = block.k.shape[:3]
+        scored = jnp.pad(scored.reshape(B, K, -1), [(0, 0), (0, 0), (self.sinks, S)])[:, :, :S]
+        slot = jnp.arange(S, dtype=jnp.int32)[None, None]
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        recency = slot.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
+        unscored = jnp.where(slot < self.sinks, 2.0, 1.0 + recency)
+        end_of_next = self.sinks + ((slot - self.sinks) // self.lag + 2) * self.lag
+        return by_tokens(jnp.where((slot >= self.sinks) & (end_of_next <= length), scored, unscored), block)
+
+
+def _spread(x: Array) -> Array:
+    """Partitions x [B K U c H] -> the scores of all but the last, f32[B K U-1 c]."""
+    this, following = x[:, :, :-1], x[:, :, 1:]
+    low, high = following.min(3, keepdims=True), following.max(3, keepdims=True)
+    span = high - low
+    places = jnp.where(span > NARROW, (this - low) / jnp.maximum(span, NARROW), 0.0)
+    spread = places.std(-1, ddof=min(1, x.shape[-1] - 1))
+    weight = jnp.exp(spread - spread.max(-1, keepdims=True))
+    return weight / weight.sum(-1, keepdims=True)
+
+
+@recipe(
+    "LagKV, Liang et al. 2025, arXiv 2504.04704; scored once after the prompt as in kvpress",
+    Trial("lagkv:budget=6,lag=2,sinks=1", "lagkv:budget=100,lag=2,sinks=1", selected(6)),
+    formula="x = (k - min_next) / (max_next - min_next) by channel, score = softmax over the partition of std(x); "
+    "mean of key's and value's, ranked within the partition",
+    differs="The authors compress each partition as soon as the next is full, also while decoding; here, as in "
+    "kvpress, the prompt is compressed once. kvpress leaves ties among the unscored to chance; here the later stay.",
+    example="lagkv:budget=512",
+)
+def lagkv(
+    budget: int = 1024, lag: int = 128, sinks: int = 4, cross: bool = False, unit: str = "token", per: str = "head"
+) -> Method:
+    """After the prompt each head keeps the tokens that stand out from those that follow; it sees no queries.
+
+    lag: tokens of a partition; the last whole one and what follows it stay first. sinks: first tokens that always stay.
+    Both as in kvpress (the class in the authors' code: 1024 and 16). cross: partitions compete with one another.
+    budget, unit, per as in `snapkv`. 'lagkv + recompress:every=128' goes on while decoding.
+    """
+    return Method(select=selecting(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))

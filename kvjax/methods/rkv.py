@@ -1,0 +1,123 @@
+"""R-KV: while a model reasons, the tokens that are attended to and whose keys do not repeat one another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.select.scorers import Scorer, Scores, before_window, by_tokens, check_kernel, pooled
+from kvjax.cache.select.select import selecting
+from kvjax.core import attention
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.recompress import Recompress, latest
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class RKV(Scorer):
+    """Attention of the last `queries` queries minus redundancy among keys (Cai et al. 2025, arXiv 2505.24133).
+
+    Attention: the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the last
+    `queries` tokens), mean over the queries, and the greatest of `kernel` neighbours. Redundancy: see `redundancy`.
+    Tokens before the window score mix * attention - (1 - mix) * redundancy, those of the window 1.
+    """
+
+    queries: int = 8
+    kernel: int = 7
+    mix: float = 0.1
+    threshold: float = 0.5
+
+    def __post_init__(self):
+        if self.queries < 1:
+            raise KvjaxError(f"window of R-KV must be at least 1 token, got {self.queries}; it uses 8")
+        if not 0 <= self.mix <= 1:
+            raise KvjaxError(f"mix of R-KV is the share of attention in [0, 1], got {self.mix}; the paper uses 0.1")
+        if not 0 <= self.threshold <= 1:
+            raise KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
+        check_kernel(self.kernel)
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        block, before = block.clean(), before_window(block, self.queries)
+        received = self._received(block, latest(self.asked(seen), self.queries), before, spec.window)
+        score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
+        return by_tokens(jnp.where(before, score, 1.0), block)
+
+    def _received(self, block: Block, obs: Obs, before: Array, window: int | None) -> Array:
+        """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
+        seen = attention.visible(block.pos, obs.pos, window)[:, :, 0] & before[:, :, None]
+        logits = attention.scores(obs.q, block.k).max(2)
+        p, _, l = attention.weights(jnp.where(seen, logits, attention.NEG))
+        count = jnp.maximum((obs.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
+        received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
+        return pooled(received, before, self.kernel, "max")
+
+
+def redundancy(block: Block, threshold: float, at_once: int = 256) -> Array:
+    """f32[B K S]: a softmax over a row's tokens of how similar all keys are to each, in a block that is clean.
+
+    That is the mean cosine of all keys to a token's key, where its own counts 0, and so does the cosine of each key to
+    the newest one that is more similar than `threshold`: of near duplicates the newest is not held to be redundant. A
+    key without any such (a quirk of the authors' code that is kept) counts 0 to the row's first token. Memory grows
+    with at_once x S, never with S x S.
+    """
+    k = block.k.astype(jnp.float32)
+    direction = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8)
+    B, K, S, H = k.shape
+    size = min(at_once, S)
+    padded = jnp.pad(direction, [(0, 0), (0, 0), (0, -S % size), (0, 0)])
+    own = jnp.arange(padded.shape[2], dtype=jnp.int32).reshape(-1, size)
+    column = jnp.arange(S, dtype=jnp.int32)[None, None, None]
+
+    def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        keys, own = part
+        cosine = jnp.einsum("bkth,bksh->bkts", keys, direction)
+        cosine = jnp.where(column == own[None, None, :, None], 0.0, cosine)
+        spared = jnp.where(cosine > threshold, column, 0).max(-1, keepdims=True)
+        return total + jnp.where(column == spared, 0.0, cosine).sum(2), None
+
+    parts = jnp.moveaxis(padded.reshape(B, K, -1, size, H), 2, 0), own
+    total = lax.scan(add, jnp.zeros((B, K, S)), parts)[0]
+    real = block.pos >= 0
+    count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+    p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))
+    return p / jnp.maximum(l, 1e-30)[..., None]
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """Six tokens and three more, and the two last queries with their positions."""
+    queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
+    return Bytes(2 * x.rows(6 + 3) + x.positions(6 + 3, per_head=True) + queries)
+
+
+@recipe(
+    "R-KV, Cai et al. 2025, arXiv 2505.24133; the rules of its public code, Zefan-Cai/R-KV",
+    Trial("rkv:budget=6,window=2,kernel=3,every=3", "rkv:budget=100,window=2,kernel=3,every=3", _bytes),
+    formula="score_s = mix * pooled window attention - (1 - mix) * softmax_s(mean over keys of cos(k, k_s), the newest "
+    "near duplicate spared); back to `budget` tokens whenever `every` more are held",
+    differs="The authors compress after the newest token has come in and before it attends, here before it comes in; "
+    "the prompt is compressed too. Of near duplicates the paper spares the newest beta, its code and this the newest.",
+    example="rkv:budget=512,every=32",
+)
+def rkv(
+    budget: int = 1024,
+    window: int = 8,
+    kernel: int = 7,
+    mix: float = 0.1,
+    threshold: float = 0.5,
+    every: int = 128,
+) -> Method:
+    """Back to its budget whenever `every` tokens have come, of those that are attended to and not redundant.
+
+    budget: tokens of each key/value head after a compression, the window included (the paper's runs: 1024 to 3072).
+    window, kernel: the last queries, and neighbours that share the greatest attention. mix: share of attention in a
+    score (the paper; 0.07 in the class of the authors' code). threshold: cosine above which keys are near duplicates.
+    every: tokens between compressions. The prompt is compressed likewise, and the memory is constant.
+    """
+    scorer = RKV(window, kernel, mix, threshold)
+    return Method(select=selecting(scorer, budget, 0, window), decode=Recompress(every))

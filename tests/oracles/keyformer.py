@@ -1,0 +1,34 @@
+"""Keyformer in NumPy, float64, from its paper (2403.09054): one row of one key/value head, noise given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def softmax(s: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def keyformer(q, k, v, noise, n: int, budget: int, recent: int, tau: float, tau_end: float, steps: int, window=None):
+    """q [G S H], k, v [S H], noise [G S S] of queries and keys, a prompt of n tokens.
+
+    Returns (outputs [G S-n H] of the tokens after the prompt, the tokens held at the end).
+    """
+    G, S, H = q.shape
+    held: list[int] = []
+    score = np.zeros(S)
+    out = np.empty((G, S - n, H))
+    for t in range(S):
+        held.append(t)
+        seen = [s for s in held if window is None or s > t - window]
+        logits = q[:, t] @ k[seen].T / np.sqrt(H)
+        step = max(t - n + 1, 0)
+        temperature = tau + (tau_end - tau) * min(step, steps) / steps
+        score[seen] += softmax((logits + noise[:, t, seen]) / temperature).sum(0)
+        if t >= n:
+            out[:, t - n] = softmax(logits) @ v[seen]
+        while t >= n - 1 and len(held) > budget:
+            held.remove(min((s for s in held if s <= t - recent), key=lambda s: (score[s], s)))
+    return out, held
