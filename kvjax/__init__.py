@@ -1,6 +1,6 @@
 """kvjax: the JAX/Flax home of KV-cache methods."""
 
-from kvjax import zoo
+from kvjax import reuse, zoo
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.compose import compose
 from kvjax.cache.contract import Cache
@@ -14,7 +14,11 @@ from kvjax.run.calls import extend, logits, prefill, score
 from kvjax.run.context import Context, read, resume
 from kvjax.run.exact import Exact, read_exactly
 from kvjax.run.generate import Result, generate, stream
+from kvjax.run.packed import pack_exactly, read_packed
 from kvjax.run.planned import planned_bytes
+from kvjax.run.prefixes import read_batch
+from kvjax.run.splice import splice
+from kvjax.run.states import branch, crop, join, rows
 
 __all__ = [
     "Cache",
@@ -27,22 +31,31 @@ __all__ = [
     "Model",
     "Result",
     "State",
+    "branch",
     "compose",
+    "crop",
     "extend",
     "generate",
+    "join",
     "kept_positions",
     "load",
     "logits",
     "name_of",
+    "pack_exactly",
     "parse",
     "parse_many",
     "planned_bytes",
     "prefill",
     "random_model",
     "read",
+    "read_batch",
     "read_exactly",
+    "read_packed",
     "resume",
+    "reuse",
+    "rows",
     "score",
+    "splice",
     "state_bytes",
     "stream",
     "zoo",

@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | methods | eval | report."""
+"""The command line: kvjax demo | generate | methods | calibrate | eval | report."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     methods.add_argument("--json", action="store_true")
     methods.set_defaults(run=_methods)
 
+    _add_calibrate(commands.add_parser("calibrate", help="a table that a method needs, from a model and a text"))
     _add_eval(
         commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
     )
@@ -67,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_calibrate(p: argparse.ArgumentParser) -> None:
+    p.add_argument("kind", metavar="KIND", help="which table, as the method's description says, for example bases")
+    p.add_argument("model", metavar="MODEL", help="a directory of checkpoints_convert, or 'testbed'")
+    p.add_argument("out", type=Path, metavar="OUT", help="the file to write, for the method's parameter `table`")
+    p.add_argument("--text", type=Path, help="a UTF-8 text to read, for a kind that brings none itself")
+    p.add_argument("--tokens", type=int, default=65_536, help="how much of it (default: %(default)s)")
+    p.add_argument("--context", type=int, default=2048, help="tokens read as one document (default: %(default)s)")
+    p.add_argument("--batch", type=int, default=1, help="documents at a time (default: %(default)s)")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.set_defaults(run=_calibrate)
 
 
 def _add_eval(p: argparse.ArgumentParser) -> None:
@@ -87,6 +100,9 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument("--depths", type=int, default=5, help="places of a needle (default: %(default)s)")
     p.add_argument("--batch", type=int, default=8, help="contexts at a time (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--budget-bytes", help="shares such as 1/2,1/4: each method's size is chosen to take so much of full's bytes"
+    )
     p.add_argument("--text", type=Path, help="a UTF-8 text, for perplexity and as haystack (default: source code)")
     p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
@@ -99,6 +115,19 @@ def _eval(args: argparse.Namespace) -> None:
     from kvjax.eval.run import command
 
     command.run(args)
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    import kvjax
+    from kvjax.run import calibrate
+
+    calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
+    model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
+    if args.text is not None:
+        documents = calibrate.pieces(model, args.text.read_text(), args.tokens, args.context)
+        read = f"{args.tokens} tokens of {args.text}"
+    out = calibrate.calibrate(model, args.kind, args.out, documents, args.batch)
+    print(f"{out}: {args.kind} of {args.model}, from {read}")
 
 
 def _report(args: argparse.Namespace) -> None:

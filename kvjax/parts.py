@@ -11,6 +11,7 @@ from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader, Reading
 from kvjax.cache.read.retrieve import Index, Retrieve
 from kvjax.cache.select.represent import Represent
+from kvjax.cache.select.rescore import Rescore
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
 from kvjax.cache.select.select import Select, selecting
 from kvjax.cache.select.shares import HeadShares, LayerShares
@@ -46,6 +47,7 @@ __all__ = [
     "Reader",
     "Reading",
     "Represent",
+    "Rescore",
     "Retrieve",
     "Scorer",
     "Scores",

@@ -57,6 +57,8 @@ def test_another_model_or_method_is_refused(tmp_path):
     path = kvjax.read(MODEL, DOCUMENTS, "snapkv:budget=16,window=4", room=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
         kvjax.resume(toy_model(layers=3), path)
+    with pytest.raises(KvjaxError, match="other weights than random; load that model"):
+        kvjax.resume(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="saved under snapkv:budget=16,window=4 and not under full"):
         kvjax.resume(MODEL, path, "full")
     assert kvjax.resume(MODEL, path, kvjax.zoo.snapkv(budget=16, window=4)).rows == 2

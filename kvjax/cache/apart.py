@@ -6,13 +6,14 @@ from typing import Any
 
 from kvjax.cache.contract import LayerState
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, Partial
+from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
 
 
 class Apart:
     """The `apart` slot of a method. What it holds is read as one more partial, and merged with that of the slots."""
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    host = False  # whether something of the store lives in host memory
 
     def body(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
@@ -31,4 +32,18 @@ class Apart:
         raise NotImplementedError
 
     def check(self, layer: Any) -> None:
-        """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
+        """Raises IncompatibleMethod for other slots of the method that this one cannot work with.
+
+        The base: for a policy, which would have to reach what is held apart, and for prompts that come in pieces.
+        """
+        method = layer.method
+        if method.decode is not None:
+            raise IncompatibleMethod(
+                f"slot `apart`, {type(self).__name__}, holds prompt tokens for good, and slot `decode`, "
+                f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
+            )
+        if layer.needs.chunk:
+            raise IncompatibleMethod(
+                f"slot `apart`, {type(self).__name__}, divides a prompt that has been seen whole, and slot `read`, "
+                f"{type(method.read).__name__}, takes it in pieces of {layer.needs.chunk} tokens; leave one of them out"
+            )

@@ -2,6 +2,8 @@
 
 The file is a safetensors file. Its arrays are named by layer, as in `3.bases`; its metadata say which `kind` of table
 it is and for which model it was made: `layers`, `kv_heads`, `groups` and `head_dim`. `write` makes one.
+
+Some tables ship with kvjax, below `kvjax/tables/`: of every kind one for the shipped model and a small example.
 """
 
 from __future__ import annotations
@@ -23,10 +25,19 @@ FORMAT = "kvjax-table-1"
 SHAPE = ("layers", "kv_heads", "groups", "head_dim")
 """What the file's metadata say of the model, by the names that `LayerSpec` has for it."""
 
+SHIPPED = "shipped"
+"""The path that stands for the tables that ship with kvjax: the one that fits the model."""
+
+FOLDER = Path(__file__).parents[1] / "tables"
+"""Where these lie, in a folder for each kind."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A file of arrays for every layer. Two are equal if they are of one kind and their files have the same content."""
+    """A file of arrays for every layer. Two are equal if they are of one kind and their files have the same content.
+
+    path: "shipped" stands for the tables of this kind that ship with kvjax, of which a layer takes the one that fits.
+    """
 
     path: str = dataclasses.field(compare=False)
     kind: str
@@ -34,21 +45,25 @@ class Given:
 
     def __post_init__(self):
         try:
-            content = Path(self.path).read_bytes()
+            contents = [file.read_bytes() for file in self._files()]
         except OSError as e:
             raise KvjaxError(
                 f"no table of {self.kind} can be read from {self.path!r} ({e.strerror}); give the file that "
                 f"`kvjax calibrate {self.kind}` or kvjax.cache.given.write made"
             ) from None
-        object.__setattr__(self, "digest", hashlib.sha256(content).hexdigest())
+        object.__setattr__(self, "digest", hashlib.sha256(b"".join(contents)).hexdigest())
+
+    def _files(self) -> list[Path]:
+        if self.path != SHIPPED:
+            return [Path(self.path)]
+        return sorted((FOLDER / self.kind).glob("*.safetensors"))
 
     def of(self, spec: LayerSpec, **shapes: tuple[int | None, ...]) -> dict[str, np.ndarray]:
         """The arrays of one layer, each of the shape that is asked for, None for any size.
 
         Raises KvjaxError for another kind of table, one of another model, a missing array or one of another shape.
         """
-        metadata, arrays = _content(self.path, self.digest)
-        self._check(metadata, spec)
+        arrays = self._arrays(spec)
         found = {}
         for name, shape in shapes.items():
             array = arrays.get(f"{spec.index}.{name}")
@@ -64,6 +79,22 @@ class Given:
                 raise KvjaxError(f"`{spec.index}.{name}` of {self.path} holds a number that is not finite")
             found[name] = array
         return found
+
+    def _arrays(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        """All arrays of the file that fits the model."""
+        if self.path != SHIPPED:
+            metadata, arrays = _content(self.path, self.digest)
+            self._check(metadata, spec)
+            return arrays
+        for file in self._files():
+            metadata, arrays = _content(str(file), self.digest)
+            if all(metadata.get(name) == str(getattr(spec, name)) for name in SHAPE):
+                return arrays
+        shape = ", ".join(f"{name}={getattr(spec, name)}" for name in SHAPE)
+        raise KvjaxError(
+            f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
+            f"{self.kind}`, and give its path as table=..."
+        )
 
     def _check(self, metadata: Mapping[str, str], spec: LayerSpec) -> None:
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:

@@ -17,6 +17,7 @@ from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader
 from kvjax.cache.select.merge import Merge
 from kvjax.cache.select.represent import Represent
+from kvjax.cache.select.rescore import Rescore
 from kvjax.cache.select.select import Select
 from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import gather
@@ -32,7 +33,8 @@ from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Parti
 class Method:
     """What is stored where, and what a query reads: slots that compose, each with a default that changes nothing.
 
-    After the prompt. select: which of its tokens stay. represent: a share of these that stands for the lost ones.
+    After the prompt. select: which of its tokens stay. rescore: by what other scores a part of these is chosen.
+    represent: a share of these that stands for the lost ones.
     merge: what of the lost is folded into those that stay. shares: how the budget is divided among all layers.
     apart: tokens that are held in a store of their own, by head or in fewer bits.
     While decoding. decode: the policy that says which tokens leave; without one, all that is decoded stays.
@@ -43,6 +45,7 @@ class Method:
     """
 
     select: Select | None = None
+    rescore: Rescore | None = None
     represent: Represent | None = None
     merge: Merge | None = None
     shares: LayerShares | None = None
@@ -70,7 +73,7 @@ class Method:
             evicts=self.select is not None or self.decode is not None,
             exact=on_device == Method(),
             constant=self.decode is not None,
-            host=isinstance(self.k, Host) or isinstance(self.v, Host),
+            host=isinstance(self.k, Host) or isinstance(self.v, Host) or (self.apart is not None and self.apart.host),
             after_prompt=self.select is not None,
         )
 
@@ -80,7 +83,8 @@ class Method:
             raise KvjaxError(
                 f"device_layers={self.device_layers} but the model has {spec.layers} layers; use 0..{spec.layers}"
             )
-        here = dataclasses.replace(self, device_layers=0, recipe="")
+        select = None if self.select is None else self.select.at(spec)
+        here = dataclasses.replace(self, select=select, device_layers=0, recipe="")
         if spec.index < self.device_layers:
             here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         layer = MethodLayer(dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec)), spec)
@@ -89,8 +93,8 @@ class Method:
 
 
 _WHY_NONE_LEAVES = {
-    "k": "its groups of tokens share a scale",
-    "v": "its groups of tokens share a scale",
+    "k": "its tokens, or its heads, are held together",
+    "v": "its tokens, or its heads, are held together",
     "read": "its copy, summary or choice of tokens would keep what has left",
 }
 
@@ -117,10 +121,10 @@ class MethodLayer(StateOperations):
         """What the slots ask of the decoder."""
         m = self.method
         asked = [0 if m.select is None else m.select.scorer.queries, 0 if m.decode is None else m.decode.queries]
-        asked += [x.queries for x in (m.k, m.v, m.apart, m.shares) if x is not None]
+        asked += [x.queries for x in (m.k, m.v, m.read, m.apart, m.shares) if x is not None]
         queries = None if None in asked else max(asked)
         chunk = 0 if m.select else m.read.chunk
-        output = m.select is not None and m.select.scorer.output
+        output = m.select is not None and (m.select.scorer.output or (m.rescore is not None and m.rescore.output))
         hidden = m.select is not None and m.select.scorer.hidden
         probe = None if m.select is None else m.select.scorer.probe
         return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden, probe)
@@ -128,7 +132,7 @@ class MethodLayer(StateOperations):
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""
         m = self.method
-        for name in ("represent", "merge", "shares"):
+        for name in ("rescore", "represent", "merge", "shares"):
             slot = getattr(m, name)
             if slot is not None and m.select is None:
                 raise IncompatibleMethod(
@@ -204,7 +208,7 @@ class MethodLayer(StateOperations):
         block = _grown(block, slots)
         n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         k, v = self.k.begin(self.as_held(block), block.pos, seen), self.v.begin(block.v, block.pos, seen)
-        return LayerState(k, v, block.pos, n, block.bias, m.read.begin(block, self.spec), marks, apart)
+        return LayerState(k, v, block.pos, n, block.bias, m.read.fit(block, seen, self.spec), marks, apart)
 
     def selected(self, block: Block, seen: Obs | None, slots: int, share: HeadShares | None = None) -> Block:
         """What the selection leaves of a prompt, in at most so many slots, representatives and merging included.
@@ -213,7 +217,7 @@ class MethodLayer(StateOperations):
         """
         m = self.method
         keep = m.select.counts(block, seen, slots, self.spec)
-        choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent, share)
+        choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent, share, m.rescore)
         kept = gather(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
@@ -253,18 +257,6 @@ class MethodLayer(StateOperations):
         A chunk of T tokens gives what T single steps give.
         """
         return self._in_steps(self._at_once, state, q, fresh, commit, carry)
-
-    def extend_beside(
-        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
-    ) -> tuple[Array, LayerState, Any]:
-        """`extend`, where the queries attend to other tokens too, which `beside` has."""
-
-        def at_once(state: LayerState, q: Array, fresh: Block, commit: int, both: Any):
-            carry, beside = both
-            return self._at_once(state, q, fresh, commit, carry, Partial(*(jnp.moveaxis(x, 2, 3) for x in beside)))
-
-        both = carry, Partial(*(jnp.moveaxis(x, 3, 2) for x in beside))  # as a carry is: with T as axis 2
-        return self._in_steps(at_once, state, q, fresh, commit, both)
 
     def _in_steps(
         self, at_once: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any

@@ -150,6 +150,26 @@ def rows(buf: Buffer, idx: Array) -> Array:
     return _value(_gather(buf.data, idx), buf.dtype)
 
 
+def products(buf: Buffer, q: Array) -> Array:
+    """q [B K G T H] with all rows of a buffer [B K S H] -> f32[B K G T S] in device memory.
+
+    Of a host buffer no row crosses: the host computes the products.
+    """
+    B, K, G, T, H = q.shape
+    q = q.reshape(B, K, G * T, H)
+    if buf.host:
+        found = _on_host(functools.partial(_products, dtype=buf.dtype))(buf.data, jax.device_put(q, HOST))
+    else:
+        found = _products(buf.data, q, buf.dtype)
+    return found.swapaxes(2, 3).reshape(B, K, G, T, -1)
+
+
+def _products(rows: Array, q: Array, dtype: str) -> Array:
+    """Rows, as bits, with q [B K M H] -> f32[B K S M]; no constants, as in `_gather`."""
+    dims = (((3,), (3,)), ((0, 1), (0, 1)))
+    return lax.dot_general(_value(rows, dtype), q, dims, preferred_element_type=jnp.float32)
+
+
 def _gather(x: Array, idx: Array) -> Array:
     """One bare gather: code that runs on the host admits no constants of the device."""
     dims = lax.GatherDimensionNumbers(
@@ -170,6 +190,11 @@ def _bits(x: Array) -> Array:
 
 def _value(x: Array, dtype: str) -> Array:
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, jnp.dtype(dtype))
+
+
+def rearranged(fun: Callable[..., Array], *arrays: Array) -> Array:
+    """Concrete arrays, wherever they lie: `fun` of them, computed on the device and placed as the first of them was."""
+    return jax.device_put(fun(*(jax.device_put(x, DEVICE) for x in arrays)), arrays[0].sharding)
 
 
 def require_host_memory() -> None:

@@ -14,7 +14,7 @@ from kvjax.cache.select.shares import HeadShares
 from kvjax.cache.select.units import top
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +71,13 @@ def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
     return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    page, budget, decoded = 4, 6, x.left(0)
-    shelf = -(-(x.K * (budget + page - 1) // page) // x.K)  # pages
-    pages = 2 * x.rows(shelf * page) + x.positions(shelf * page, per_head=True) + x.positions(shelf, per_head=True)
-    return Bytes(2 * x.rows(decoded) + x.positions(decoded) + x.per_row() + pages)
-
-
 _SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
 
 
 @recipe(
     "AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV",
-    Trial(_SNAPKV.format(6), _SNAPKV.format(100), _bytes),
-    Trial(_SNAPKV.format(6) + ",rule=kvpress", _SNAPKV.format(100) + ",rule=kvpress", _bytes, name="kvpress"),
+    Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
+    Trial(_SNAPKV.format(6) + ",rule=kvpress", _SNAPKV.format(100) + ",rule=kvpress", paged(6, page=4), name="kvpress"),
     formula="budget of head h = window + (1 - alpha) c_h + alpha b, b = budget - window, "
     "c_h: how many of the K b best tokens of all heads are head h's",
     differs="The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its "

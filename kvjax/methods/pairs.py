@@ -10,8 +10,8 @@ from kvjax.core.rope import Rope
 from kvjax.core.types import IncompatibleMethod, SlotTaken
 from kvjax.methods.strings import parse
 
-LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=128, window=None, rope=Rope(128))
-"""A layer of ordinary size, on which methods have their default sizes."""
+LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=32, window=None, rope=Rope(32))
+"""A layer of the shipped model, for which tables ship; methods have their default sizes on it."""
 
 SELECTION = "snapkv"
 """What a method stands on that works on another one's selection."""
@@ -19,6 +19,7 @@ SELECTION = "snapkv"
 
 BOTH = {
     "select": "both choose which prompt tokens stay",
+    "rescore": "both score a part of what stays anew",
     "represent": "both choose what stands for the lost tokens",
     "merge": "both fold lost tokens into others",
     "shares": "both divide the budget among layers",

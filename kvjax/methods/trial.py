@@ -58,6 +58,22 @@ def selected(budget: int, per_head: bool = True) -> Callable[[Sizes], Bytes]:
     return count
 
 
+def paged(budget: int, page: int, bias: bool = False) -> Callable[[Sizes], Bytes]:
+    """What heads of unequal lengths take that keep so many prompt tokens in the mean, in pages of `page` slots.
+
+    bias: whether slots say how many tokens they stand for.
+    """
+
+    def count(x: Sizes) -> Bytes:
+        decoded = x.left(0)
+        shelf = -(-(x.K * (budget + page - 1) // page) // x.K)  # pages
+        numbers = x.positions(shelf * page, per_head=True)  # a bias is as large as a position
+        pages = 2 * x.rows(shelf * page) + (1 + bias) * numbers + x.positions(shelf, per_head=True)
+        return Bytes(2 * x.rows(decoded) + x.positions(decoded) + x.per_row() + pages)
+
+    return count
+
+
 def constant(slots: int, marks: int = 0) -> Callable[[Sizes], Bytes]:
     """What a policy takes in so many slots: shared by all heads, or each head's own with `marks` bytes per slot."""
 

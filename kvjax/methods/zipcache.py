@@ -17,7 +17,7 @@ from kvjax.cache.select.scorers import Scorer, Scores, by_heads
 from kvjax.cache.select.units import top
 from kvjax.core.observe import Obs, mass
 from kvjax.core.random import draw
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -44,13 +44,17 @@ class Probes(Scorer):
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         obs = self.asked(seen)
-        probes = self._probes(obs)
-        paid, number = mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
+        paid, number = self.paid(block, obs, spec)
         if self.normalise == "queries":
             number = obs.pos.max(-1)[:, None, None] - block.pos + 1
             number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
         heads = paid / jnp.maximum(number, 1.0)[:, :, None]
         return by_heads(heads, heads.mean(2), block)
+
+    def paid(self, block: Block, obs: Obs, spec: LayerSpec) -> tuple[Array, Array]:
+        """The attention f32[B K G S] that probes pay each token, and the number of probes that see it f32[B 1|K S]."""
+        probes = self._probes(obs)
+        return mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
 
     def _probes(self, obs: Obs) -> Obs:
         """The queries that are probes, in order."""
@@ -66,10 +70,10 @@ class Probes(Scorer):
         return Obs(q, jnp.where(slot < Q, jnp.take_along_axis(obs.pos, at, 1), -1))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """With 40 % of the prompt in 2 bits, the rest in 4, and chunks of 3 decoded tokens."""
-    low, heads, number = 2 * x.prompt // 5, x.B * x.K, x.itemsize
-    slots = x.left(x.prompt - low)
+def tiers_bytes(x: Sizes, stay: int, low: int) -> Bytes:
+    """With room for so many prompt tokens in 4 bits, for so many in 2, and chunks of 3 decoded tokens."""
+    heads, number = x.B * x.K, x.itemsize
+    slots = x.left(stay)
     codes = 2 * heads * x.H * (slots * 4 + low * 2) // 8  # of keys and of values
     channels = 3 * heads * x.H * number  # minimum and scale of keys, root of values: of each tier, and of each chunk
     tokens = 2 * heads * number * (slots + low)  # minimum and scale of values
@@ -77,6 +81,12 @@ def _bytes(x: Sizes) -> Bytes:
     positions = x.positions(slots + low, per_head=True)
     counts = 9 * x.per_row()  # slots in use; of four codecs those of the prompt, and those that are codes
     return Bytes(codes + channels * (2 + slots // 3) + tokens + recent + positions + counts)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """With 40 % of the prompt in 2 bits."""
+    low = 2 * x.prompt // 5
+    return tiers_bytes(x, x.prompt - low, low)
 
 
 @recipe(

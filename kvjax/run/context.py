@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.shared import Behind
+from kvjax.cache.states import as_one, as_rows
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import calls, save
+from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.generate import Decoding, Result, decoding, joined
 from kvjax.run.plan import bind
@@ -33,7 +36,7 @@ class Context:
 
     model: Model
     cache: Cache
-    last: Array  # f32[B V], the logits of each row's last token
+    last: Array  # f32[B V], the logits of each row's last token; f32[B 0] after a crop or an edit: not yet known
     method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # of the documents, compilation apart
 
@@ -75,6 +78,7 @@ class Context:
 
         use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
         """
+        self._check_known()
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
         more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
@@ -115,7 +119,72 @@ class Context:
         ids = token_ids(self.model, continuations)
         if len(ids) != self.rows:
             raise KvjaxError(f"{len(ids)} continuations for {self.rows} rows; give one per row")
+        self._check_known()
         return calls.forced(self.model, self.last, self.cache, ids, decoded, width)
+
+    def crop(self, lengths: int | Sequence[int]) -> Context:
+        """The context with only the first so many tokens of each row, exactly; see `kvjax.crop` for which methods.
+
+        What comes next is known only when something is fed: `ask` does it, and `feed`.
+        """
+        return self._before_feeding(states.crop(self.cache, lengths))
+
+    def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
+        """The context of a text in which tokens start..stop-1 have been replaced, without reading on from there (PIE).
+
+        One text per row, an empty one to delete; see `kvjax.splice`. What comes next is known only when something is
+        fed: `ask` does it, and `feed`.
+        """
+        return self._before_feeding(splice.splice(self.model, self.cache, start, stop, tokens))
+
+    def pick(self, which: Sequence[int]) -> Context:
+        """The rows of these numbers, in this order, each as often as it is named."""
+        chosen = states.rows(self.cache, which)
+        return dataclasses.replace(self, cache=chosen, last=as_rows(None, self.last, np.asarray(which)))
+
+    def branch(self, times: int) -> Context:
+        """Each row so many times, to go on differently; the copies of a row lie next to each other."""
+        return self.pick(states.branches(self.rows, times))
+
+    def join(self, *others: Context) -> Context:
+        """The rows of this context and of others, of one model, method and capacity, as one batch."""
+        parts = (self, *others)
+        known = {x.last.shape[1] for x in parts}
+        cache = states.join([x.cache for x in parts])
+        if len(known) > 1:
+            return self._before_feeding(cache)
+        return dataclasses.replace(self, cache=cache, last=as_one(None, [x.last for x in parts]))
+
+    def share(
+        self,
+        documents: Prompts,
+        method: str | KVMethod | None = None,
+        *,
+        of: Sequence[int] | None = None,
+        room: int = ROOM,
+    ) -> Context:
+        """Documents read behind this context, which is held once for all of them (Hydragen, arXiv 2402.05099).
+
+        method: for the documents' own tokens, default that of the context's own. of: the row that each document
+        follows, -1 for none; needed where there are several. room: tokens per row that may follow. What comes out may
+        be shared again. On a mesh one prefix is shared, as many equal rows as the mesh divides: of=[0, 0, ..].
+        """
+        ids, clock = token_ids(self.model, documents), Clock()
+        own = getattr(self.method, "own", self.method) if method is None else method_of(method)
+        behind = Behind(self.method, own)
+        last, cache = shared.read_behind(self.model, self.cache, behind, ids, of, room, clock)
+        return Context(self.model, cache, last, behind, clock.running)
+
+    def _before_feeding(self, cache: Cache) -> Context:
+        """A context of which it is not known what comes next."""
+        return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
+
+    def _check_known(self) -> None:
+        if not self.last.shape[1]:
+            raise KvjaxError(
+                "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
+                "at least one token per row"
+            )
 
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""

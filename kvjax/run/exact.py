@@ -42,7 +42,7 @@ class Exact:
         """
         model, method = self.model, method_of(method)
         plan = bind(method, model.config)
-        if any(layer.needs.chunk or layer.needs.pattern for layer in plan):
+        if any(n.chunk or n.pattern or n.hidden or n.output or n.probe for n in (layer.needs for layer in plan)):
             return self._read_again(method, capacity)
         slots = tuple(slots_of(layer, tuple(np.asarray(self.lengths).tolist()), capacity) for layer in plan)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
@@ -54,12 +54,15 @@ class Exact:
 
     def _read_again(self, method: KVMethod, capacity: int) -> Context:
         if self.ids is None:
-            raise KvjaxError("this method attends within the prompt in its own way: read the prompts' tokens with it")
+            raise KvjaxError(
+                "this method attends within the prompt in its own way, or looks at more of it than keys, values and "
+                "queries: read the prompts' tokens with it"
+            )
         return read(self.model, self.ids, method, capacity=capacity)
 
     def _wanted(self, layer: int, plan: Plan) -> Prompt:
         """The layer's prompt with those queries that its method looks at."""
-        k, v, q = self.prompts[layer]
+        k, v, q = self.prompts[layer][:3]
         if plan[layer].needs.queries != 0 and not q.shape[3]:
             raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
         return Prompt(k, v, shown(plan[layer], q, 0, self.lengths) if q.shape[3] else q)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.contract import Cache, KVMethod, Layer, slots_of
+from kvjax.cache.shared import Shared, SharedState
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes
 from kvjax.core.types import Array, KvjaxError
@@ -42,6 +43,7 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
         "version": VERSION,
         "method": name_of(method),
         "model": _digest(model),
+        "weights": _weights(model),
         "capacity": cache.capacity,
         "layers": len(cache.layers),
         "arrays": {name: _described(x) for name, x in arrays.items()},
@@ -97,6 +99,14 @@ def _digest(model: Model) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _weights(model: Model) -> str:
+    """Tells models of one configuration apart: the first few numbers of every parameter."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(model.params):
+        found.update(_bytes(x[tuple(slice(4) for _ in x.shape)]).tobytes())
+    return found.hexdigest()
+
+
 def _check(header: Mapping[str, Any], path: str | Path, model: Model) -> None:
     """Raises KvjaxError unless the file is of this version, and of a model like this one."""
     if header["format"] != FORMAT or header["version"] != VERSION:
@@ -108,6 +118,11 @@ def _check(header: Mapping[str, Any], path: str | Path, model: Model) -> None:
         raise KvjaxError(
             f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
             "that model, or read the documents again with this one"
+        )
+    if header.get("weights", "") not in ("", _weights(model)):
+        raise KvjaxError(
+            f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
+            "the documents again with this one"
         )
 
 
@@ -154,13 +169,39 @@ def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
 
 def _tree(layer: Layer, model: Model, rows: int, capacity: int, arrays: Sequence[np.ndarray]) -> Any:
     """The structure of a layer's state that has these arrays; None where there is none."""
-    wanted = [(x.shape, x.dtype) for x in arrays]
-    for prompt, slots in _sizes(layer, model.config, capacity, arrays):
+    found = _trees(layer, model, rows, capacity, arrays)
+    return next((tree for tree in found if tree.num_leaves == len(arrays)), None)
+
+
+def _trees(
+    layer: Layer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+) -> Iterator[jax.tree_util.PyTreeDef]:
+    """The structures that the first of these arrays may have, of so many rows if that is known."""
+    if hasattr(layer, "parts"):
+        yield from _shared_trees(layer, model, rows, capacity, arrays)
+        return
+    counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
+    sizes = _sizes(layer, model.config, capacity, arrays)
+    for (prompt, slots), count in itertools.product(sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
-            made, tree = abstract_state(layer, model.config, prompt, slots, rows, model.dtype)
-            if [(x.shape, x.dtype) for x in made] == wanted:
-                return tree
-    return None
+            made, tree = abstract_state(layer, model.config, prompt, slots, count, model.dtype)
+            if [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in arrays[: len(made)]]:
+                yield tree
+                return
+
+
+def _shared_trees(
+    layer: Shared, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+) -> Iterator[jax.tree_util.PyTreeDef]:
+    """Those of prefixes and of what rows have behind them."""
+    prefix, own = layer.parts
+    most = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had more room
+    for of_prefix in _trees(prefix, model, None, most, arrays):
+        left = arrays[of_prefix.num_leaves :]
+        for of_own in _trees(own, model, rows, most, left):
+            held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
+            for members in (None, 0):
+                yield jax.tree.structure(SharedState(*held, before=0, members=members))
 
 
 def _sizes(layer: Layer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import planned_bytes, state_bytes
+from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
 from tests.contract import edges, layer
@@ -136,3 +137,22 @@ def test_c10_what_breaks_naive_code_gives_numbers(trial: Trial):
         for x in jax.tree.leaves(state):
             assert not (jnp.issubdtype(x.dtype, jnp.floating) and np.isnan(x).any()), f"{x.shape} of one of {cases}"
         assert not edges.those_not(layer.run(trial.small, d, state=state), cases)
+
+
+@every
+def test_c10_a_token_that_is_taken_back_leaves_no_trace(trial: Trial):
+    """Or the method says that it cannot give tokens back, and what to do."""
+    bound, d, state = start(trial.small)
+    q, block = d.token(0)
+    loud = dataclasses.replace(block, k=block.k * 7, v=block.v * 7)
+    _, more = layer.extend(bound)(state, (q, loud))
+    try:
+        most = np.asarray(bound.undoable(more))
+        back = bound.crop(more, jnp.asarray(np.minimum(most, 1), jnp.int32))
+    except IncompatibleMethod as e:
+        assert "keep" in str(e)
+        return
+    assert jax.tree.map(jax.typeof, back) == jax.tree.map(jax.typeof, state)
+    for t in (0, 1):
+        (mine, back), (want, state) = (layer.extend(bound)(s, d.token(t)) for s in (back, state))
+        np.testing.assert_allclose(mine[most > 0], want[most > 0], atol=1e-6)

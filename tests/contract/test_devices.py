@@ -147,8 +147,9 @@ def kind_of(x: jax.Array) -> tuple[Any, ...]:
 def check_divided(x: jax.Array, data: int, model: int) -> None:
     """Rows are divided, and heads wherever there is something of each; devices that hold the same hold equal bits."""
     parts = [shard.data.size for shard in x.addressable_shards]
-    ways = data * model if x.ndim >= 4 or (x.ndim == 3 and x.shape[1] > 1) else data
-    assert len(parts) == 4 and max(parts) <= x.size // (ways if x.ndim else 1)
+    rows = data if x.ndim and x.shape[0] > 1 else 1  # what all rows share is whole for each of them
+    heads = model if x.ndim >= 4 or (x.ndim == 3 and x.shape[1] > 1) else 1
+    assert len(parts) == 4 and max(parts) <= x.size // (rows * heads)
     for shards in by_part(x).values():
         for other in shards[1:]:
             np.testing.assert_array_equal(np.asarray(other), np.asarray(shards[0]))

@@ -177,7 +177,7 @@ def test_what_has_no_meaning_is_refused():
         "zipcache + infllm": "takes it in pieces",
         "zipcache + kivi": "both fill the slot `k`",
         "zipcache:share=1": "share of the low tier",
-        "zipcache:low=3": "bits must be 1, 2, 4 or 8",
+        "zipcache:low=5": "bits must be one of 1, 2, 3, 4, 8",
         "zipcache:probes=0": "share of probes",
         "zipcache:normalise=all": "normalise must be",
     }.items():

@@ -23,6 +23,7 @@ class Codec:
     stepwise = False  # whether fresh tokens must be written one by one
     any_slot = True  # whether a token can be written to any slot, or leave it; otherwise only behind the last one
     bare = False  # whether it is given keys without their rotation, and gives them back so
+    by_head = False  # whether it holds each head in a way of its own, so that rows of another cannot take its place
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `begin` wants to see
 
     def at(self, spec: LayerSpec) -> Codec:
@@ -57,6 +58,10 @@ class Codec:
         """q [B K G T H] against all stored keys (in device memory) -> f32[B K G T S], over the root of H."""
         return attention.scores(q, self.decode(stored))
 
+    def search(self, q: Array, stored: Any) -> Array:
+        """`scores`, computed where the keys lie if the codec can; the base brings them to the device."""
+        return self.scores(q, self.load(memory.each(memory.to_device, stored)))
+
     def mix(self, p: Array, stored: Any) -> Array:
         """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
         return attention.mix(p, self.decode(stored))
@@ -64,6 +69,10 @@ class Codec:
     def settled(self, n: Array) -> Array:
         """n i32[B] tokens in a row -> how many of the first will be held inexactly when the next token is read."""
         return jnp.zeros_like(n)
+
+    def irrevocable(self, stored: Any, n: Array) -> Array:
+        """Of n i32[B] tokens in each row, how many of the first can never be taken back: groups hold them for good."""
+        return jnp.zeros_like(n) if self.any_slot else n
 
     def on_device(self) -> Codec:
         """The same codec without host placement."""
@@ -90,6 +99,9 @@ class Plain(Codec):
     def rows(self, stored: memory.Buffer, idx: Array) -> Array:
         return memory.rows(stored, idx)
 
+    def search(self, q: Array, stored: memory.Buffer) -> Array:
+        return memory.products(stored, q) * q.shape[-1] ** -0.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Host(Codec):
@@ -111,6 +123,10 @@ class Host(Codec):
     @property
     def bare(self) -> bool:
         return self.inner.bare
+
+    @property
+    def by_head(self) -> bool:
+        return self.inner.by_head
 
     @property
     def queries(self) -> int | None:
@@ -140,11 +156,17 @@ class Host(Codec):
     def scores(self, q: Array, stored: Any) -> Array:
         return self.inner.scores(q, stored)
 
+    def search(self, q: Array, stored: Any) -> Array:
+        return self.inner.search(q, stored)
+
     def mix(self, p: Array, stored: Any) -> Array:
         return self.inner.mix(p, stored)
 
     def settled(self, n: Array) -> Array:
         return self.inner.settled(n)
+
+    def irrevocable(self, stored: Any, n: Array) -> Array:
+        return self.inner.irrevocable(stored, n)
 
     def on_device(self) -> Codec:
         return self.inner.on_device()

@@ -124,6 +124,7 @@ class Pages(Apart):
                 "compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
         mixed = "its groups of tokens would mix those of several heads"
+        own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
             ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
             ("shares", m.shares is not None, "pages are counted before all layers have seen the prompt"),
@@ -131,6 +132,8 @@ class Pages(Apart):
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
             ("k", not m.k.any_slot, mixed),
             ("v", not m.v.any_slot, mixed),
+            ("k", m.k.by_head, own),
+            ("v", m.v.by_head, own),
         )
         for name, cannot, reason in reasons:
             if cannot:

@@ -13,10 +13,10 @@ from kvjax.cache.hold.codecs import Codec, Plain
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.scorers import Scorer
-from kvjax.cache.select.units import gather, top
+from kvjax.cache.select.units import gather, slots_where, top
 from kvjax.core.attention import NEG, visible, weights
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
 
 
 @pytree
@@ -29,42 +29,38 @@ class Low:
     bias: Array | None = None  # f32[B K S], added to the logits
 
 
-@dataclasses.dataclass(frozen=True)
-class Tier(Apart):
-    """The `share` of each row's prompt tokens, rounded down, that score lowest in their head, in codecs of their own.
+class Tiers(Apart):
+    """The base of tiers: some of the prompt's tokens are held by codecs of their own, all others stay in the slots.
 
-    All other tokens, and those that follow, stay in the slots, with the codecs of the method. Each head has as many
-    tokens in the low tier as the others. Over a selection, the tokens that it leaves are divided. The low tier stays on
-    the device, and is read in full beside whatever the method's reader reads of the slots.
+    A tier is a frozen dataclass with the codecs `k` and `v`; `body` says how many tokens stay at most, and `chosen`
+    which of them do not. Over a selection, the tokens that it leaves are divided. The low tier stays on the device, and
+    is read in full beside whatever the method's reader reads of the slots.
     """
 
-    scorer: Scorer
-    share: float
-    k: Codec = Plain()
-    v: Codec = Plain()
+    k: Codec
+    v: Codec
 
-    def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise KvjaxError(f"share of the low tier must lie in [0, 1), got {self.share}; ZipCache uses 0.4")
+    def room(self, kept: int) -> int:
+        """Of so many tokens that a prompt leaves, at most how many go into the low tier."""
+        return kept - self.body(kept)
 
-    @property
-    def queries(self) -> int | None:
-        """As many as the scorer wants to see."""
-        return self.scorer.queries
+    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+        """bool[B 1|K S]: the tokens of a clean block that go into the low tier; in each head of a row equally many."""
+        raise NotImplementedError
 
-    def body(self, kept: int) -> int:
-        return kept - part_of(self.share, kept)
+    def held(self, there: Block, block: Block, seen: Obs | None) -> Low:
+        """The store of the tokens `there` of a block."""
+        return Low(self.k.encode(there.k, there.pos), self.v.encode(there.v, there.pos), there.pos, there.bias)
 
     def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Low]:
         most = self._most(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
             block = layer.selected(block, seen, most)
         block = block.clean()
-        low = self._lowest(layer, block, seen)
-        here = gather(block, _places((block.pos >= 0) & ~low, self.body(most)))
-        there = gather(block, _places(low, max(part_of(self.share, most), 1)))
-        store = Low(self.k.encode(there.k, there.pos), self.v.encode(there.v, there.pos), there.pos, there.bias)
-        return here, store
+        low = self.chosen(layer, block, seen)
+        here = gather(block, slots_where((block.pos >= 0) & ~low, self.body(most)))
+        there = gather(block, slots_where(low, max(self.room(most), 1)))
+        return here, self.held(there, block, seen)
 
     def _most(self, layer: Any, width: int, slots: int) -> int:
         """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
@@ -72,12 +68,6 @@ class Tier(Apart):
         if method.select is not None and method.shares is None:
             width = method.select.most_of(width, layer.spec)
         return next(n for n in range(width, 0, -1) if self.body(n) <= slots)
-
-    def _lowest(self, layer: Any, block: Block, seen: Obs | None) -> Array:
-        """bool[B K S]: the tokens that go into the low tier; of equal ones the earlier."""
-        scores = self.scorer.scores(block, seen, layer.spec).kv
-        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top(-scores, block.pos >= 0, part_of(self.share, length))
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store = state.apart
@@ -95,23 +85,39 @@ class Tier(Apart):
     def positions(self, store: Low) -> Array:
         return store.pos
 
-    def check(self, layer: Any) -> None:
-        method = layer.method
-        if method.decode is not None:
-            raise IncompatibleMethod(
-                "slot `apart` holds the less salient prompt tokens for good, and slot `decode`, "
-                f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
-            )
-        if layer.needs.chunk:
-            raise IncompatibleMethod(
-                "slot `apart` divides a prompt that has been seen whole, and slot `read`, "
-                f"{type(method.read).__name__}, takes it in pieces of {layer.needs.chunk} tokens; leave one of them out"
-            )
 
+@dataclasses.dataclass(frozen=True)
+class Tier(Tiers):
+    """The `share` of each row's prompt tokens, rounded down, that score lowest in their head, in codecs of their own.
 
-def _places(mask: Array, count: int) -> Array:
-    """bool[B K S] -> the slots where it holds, i32[B K count], ascending, -1 in unused places."""
-    S = mask.shape[2]
-    slot = jnp.arange(S, dtype=jnp.int32)[None, None]
-    found = jnp.sort(jnp.where(mask, slot, S), 2)[:, :, :count]
-    return jnp.where(found < S, found, -1)
+    recent: of the tokens that stay, the share, rounded down, that are the newest, whatever they score.
+    """
+
+    scorer: Scorer
+    share: float
+    k: Codec = Plain()
+    v: Codec = Plain()
+    recent: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.share < 1:
+            raise KvjaxError(f"share of the low tier must lie in [0, 1), got {self.share}; ZipCache uses 0.4")
+        if not 0 <= self.recent <= 1:
+            raise KvjaxError(f"recent must lie in [0, 1], got {self.recent}; H2O's recent half is 0.5")
+
+    @property
+    def queries(self) -> int | None:
+        """As many as the scorer wants to see."""
+        return self.scorer.queries
+
+    def body(self, kept: int) -> int:
+        return kept - part_of(self.share, kept)
+
+    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+        """Of equal scores the earlier ones go into the low tier."""
+        scores = self.scorer.scores(block, seen, layer.spec).kv
+        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        low = part_of(self.share, length)
+        old = length - part_of(self.recent, length - low)
+        slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
+        return top(-scores, slot < old[:, None, None], low)

@@ -11,7 +11,8 @@ from jax import lax
 
 from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.types import Array, Block, Partial
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
 
 
 class Reading(NamedTuple):
@@ -34,14 +35,28 @@ class Reader:
     stepwise = False  # whether fresh tokens must come one by one
     any_slot = True  # whether tokens may come and go in any order of slots
     chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
+    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
 
     def begin(self, block: Block, spec: LayerSpec) -> Any:
         """What the reader keeps after a prompt; block [B K S H] with the prompt at the front of each row."""
         return None
 
+    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
+        """`begin`, by a reader that asks for the prompt's queries."""
+        return self.begin(block, spec)
+
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
         """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on; T may be 0."""
         return aux
+
+    def crop(self, layer: Any, state: LayerState) -> Any:
+        """What the reader keeps of a state whose last tokens have been taken back, `state.pos` says which are left."""
+        if state.aux is None:
+            return None
+        raise IncompatibleMethod(
+            f"slot `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; a "
+            "context is a value: keep the one of before, or branch it"
+        )
 
     def read(
         self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, carry: Any

@@ -11,21 +11,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.hold.codecs import Plain
 from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import NEG, weights
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, Block, KvjaxError, Partial
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
 
 
 class Index:
     """Summaries of units of `size` consecutive slots, kept in device memory.
 
     An index is a frozen dataclass with the field `size` and three methods: `summarise`, `join` and `score`. A summary
-    is any pytree of arrays [B K U W], U units; that of a unit without tokens must be what `join` leaves unchanged.
+    is any pytree of arrays [B K U W], U units; that of a unit without tokens must be what `join` leaves unchanged. An
+    index whose summaries cannot be joined gives its own `build` and `write` instead.
     """
 
     size: int
+    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
 
     def summarise(self, keys: Array, real: Array) -> Any:
         """Units of keys [B K U size H], of which only real bool[B 1|K U size] are tokens -> their summaries."""
@@ -36,8 +40,24 @@ class Index:
         raise NotImplementedError
 
     def score(self, summary: Any, q: Array) -> Array:
-        """Queries q [B K G T H] -> how much each unit may matter to them, f32[B K G T U]."""
+        """Queries q [B K G T H] -> how much each unit may matter to them, f32[B 1|K 1|G T U]: 1 where heads share."""
         raise NotImplementedError
+
+    def among(self, score: Array, candidates: Array) -> Array:
+        """Scores, weighed against those of the other candidates bool[B 1|K 1 T U]; the base leaves them as they are."""
+        return score
+
+    def load(self, aux: Any) -> Any:
+        """The summaries as `score` takes them, from what `build` and `write` gave."""
+        return memory.each(memory.unpack, aux)
+
+    def fit(self, block: Block, seen: Obs | None) -> Any:
+        """`build` of what a prompt leaves, by an index that asks for its queries."""
+        return self.build(block)
+
+    def again(self, aux: Any, block: Block) -> Any:
+        """`build` once more, of the tokens that are left when the last ones have been taken back."""
+        return self.build(block)
 
     def build(self, block: Block) -> Any:
         """The summaries of a block [B K S H], in buffers."""
@@ -97,27 +117,46 @@ class Retrieve(Reader):
         if self.per not in ("query", "head"):
             raise KvjaxError(f"per must be 'query' or 'head', got {self.per!r}")
 
-    def begin(self, block: Block, spec: LayerSpec) -> Any:
-        return self.index.build(block)
+    @property
+    def queries(self) -> int | None:
+        return self.index.queries
+
+    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
+        return self.index.fit(block, seen)
 
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
         return self.index.write(aux, fresh, at)
 
+    def crop(self, layer: Any, state: LayerState) -> Any:
+        """The summaries of the tokens that are left, from their keys, where these are held exactly."""
+        if layer.k.on_device() != Plain():
+            raise IncompatibleMethod(
+                f"slot `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the exact "
+                "ones cannot be made again without the last tokens; keep the context of before"
+            )
+        keys = layer.keys(state.k, state.pos)
+        return self.index.again(state.aux, Block(keys, keys, state.pos))
+
     def read(
         self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
     ) -> Reading:
-        summary, own_slots = memory.each(memory.unpack, state.aux), slots_of_queries(state, q_pos)
+        return Reading(self.found(layer, state, q, q_pos, q, state.aux), state.aux, carry=carry)
 
-        def attend(q: Array, q_pos: Array) -> Partial:
+    def found(self, layer: Any, state: LayerState, q: Array, q_pos: Array, asking: Array, aux: Any) -> Partial:
+        """Attention of queries to what others, asking [B K G T H] in their place, find in the index."""
+        summary, own_slots = self.index.load(aux), slots_of_queries(state, q_pos)
+
+        def attend(q: Array, q_pos: Array, asking: Array) -> Partial:
             with jax.named_scope("retrieve"):
                 own = own_slots(q_pos)
                 start = jnp.maximum(jnp.minimum(own // self.index.size * self.index.size, own + 1 - self.recent), 0)
-                best = self._best(layer, state, self.index.score(summary, q), q_pos, start)
+                best = self._best(layer, state, self.index.score(summary, asking), q_pos, start)
+                best = jnp.broadcast_to(best, (*q.shape[:2], *best.shape[2:]))
                 always = jnp.broadcast_to(self._always(own, start)[:, None, None], (*best.shape[:4], self._always_read))
                 slots = jnp.concatenate([always, best], -1)
             return attend_slots(layer, state, q, q_pos, slots)
 
-        return Reading(by_query_blocks(attend, q, q_pos, 16), state.aux, carry=carry)
+        return by_query_blocks(attend, q, q_pos, 16, asking)
 
     @property
     def _always_read(self) -> int:
@@ -132,7 +171,7 @@ class Retrieve(Reader):
         return jnp.where(slots <= own[..., None], slots, -1)
 
     def _best(self, layer: Any, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
-        """Slots i32[B K G|1 T n], -1 in unused places, of the best units that begin before slot start i32[B T]."""
+        """Slots i32[B 1|K 1|G T n], -1 in unused places, of the best units that begin before slot start i32[B T]."""
         size, S, window = self.index.size, state.pos.shape[2], layer.spec.window
         first = jnp.arange(score.shape[-1], dtype=jnp.int32) * size
         candidate = (first[None, None] < start[..., None]) & (first[None, None] + size > self.sinks)
@@ -140,6 +179,7 @@ class Retrieve(Reader):
         if window is not None:
             newest = state.pos[:, :, jnp.minimum(first + size, S) - 1]
             candidate &= newest[:, :, None, None] > q_pos[:, None, None, :, None] - window
+        score = self.index.among(score, candidate)
         if self.per == "head":
             score = score.max(2, keepdims=True)
         best, unit = lax.top_k(jnp.where(candidate, score, -jnp.inf), min(self.units, score.shape[-1]))

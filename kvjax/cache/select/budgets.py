@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Protocol
 
 import numpy as np
 
+from kvjax.cache.contract import LayerSpec
 from kvjax.core.types import KvjaxError
 
 
-class Budget(Protocol):
-    """Prompt tokens kept per row, layer and key/value head, sinks and recents included."""
+class Budget:
+    """Prompt tokens kept per row, layer and key/value head, sinks and recents included.
+
+    A budget is a frozen dataclass with the methods `kept` and `most`.
+    """
+
+    def at(self, spec: LayerSpec) -> Budget:
+        """The budget in one layer; raises KvjaxError for a layer that it does not fit."""
+        return self
 
     def kept(self, length: int, layer: int, layers: int) -> int:
         """Tokens that `layer` of `layers` keeps of a row of `length` tokens: at most `length`."""
+        raise NotImplementedError
 
     def most(self, layer: int, layers: int) -> int | None:
         """Tokens that it keeps of a row without end; None if there is no bound."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(Budget):
     """The same number of tokens in every layer."""
 
     tokens: int
@@ -38,7 +47,7 @@ class Uniform:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ratio:
+class Ratio(Budget):
     """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
 
     share: float
@@ -55,7 +64,7 @@ class Ratio:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid:
+class Pyramid(Budget):
     """Many tokens in the first layers, few in the last, `tokens` on average (PyramidKV, Cai et al. 2024, 2406.02069).
 
     rule "authors": the integers of the authors' code, where `window` comes on top of the pyramid and rounding lets
@@ -114,7 +123,7 @@ class Pyramid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Table(Budget):
     """One number of tokens for each layer, first to last."""
 
     tokens: tuple[int, ...]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.budgets import Budget, Uniform, kept_by_length
 from kvjax.cache.select.represent import Represent, Units, part_of
+from kvjax.cache.select.rescore import Rescore, Then
 from kvjax.cache.select.scorers import Scorer, Scores
 from kvjax.cache.select.shares import HeadShares
 from kvjax.cache.select.units import (
@@ -56,6 +57,10 @@ class Select:
     unit: Unit = Token()
     per: str = "head"
 
+    def at(self, spec: LayerSpec) -> Select:
+        """The selection in one layer; raises KvjaxError for a layer that its budget does not fit."""
+        return dataclasses.replace(self, budget=self.budget.at(spec))
+
     def kept(self, length: int, spec: LayerSpec) -> int:
         """Most tokens that a prompt of this length leaves."""
         return int(self._table(length, spec)[length])
@@ -85,6 +90,7 @@ class Select:
         spec: LayerSpec,
         represent: Represent | None = None,
         share: HeadShares | None = None,
+        rescore: Rescore | None = None,
     ) -> Choice:
         """The `keep` i32[B] tokens of each row that matter most; block [B K T H], rows left-aligned.
 
@@ -92,13 +98,18 @@ class Select:
         set for the whole layer (KVCrush's bits mix the heads), chosen from the units that no key/value head keeps as
         important. Where it finds fewer, each head's next best units take the places: a row keeps as many tokens as
         without it. With `share`, `keep` and `slots` are means over all heads, and a head may take places of others.
+        With `rescore`, a head keeps only a part of its tokens by the scorer, and the others by new scores.
         """
         S = block.k.shape[2]
         check(block.pos, keep, slots, self.sinks, self.recent, self.unit)
         scores = self.scorer.scores(block, seen, spec)
         part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
         by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
-        best = functools.partial(self._best, by_units, part, share)
+        then = None
+        if rescore is not None:
+            new = rescore.scores(block, scores.kv, seen, spec)
+            then = Then(rescore.share, unit_scores(per_head(new, self.per), self.sinks, self.unit))
+        best = functools.partial(self._best, by_units, part, share, then)
         taken = jnp.zeros((by_units.shape[0], by_units.shape[2]), bool)
         places = 0
         if represent is not None:
@@ -111,11 +122,21 @@ class Select:
             slots = min(S, slots + (spec.kv_heads - 1) * max(slots - self.sinks - self.recent, 0))
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
 
-    def _best(self, by_units: Array, part: Split, share: HeadShares | None, allowed: Array, taken: Array) -> Array:
+    def _best(
+        self,
+        by_units: Array,
+        part: Split,
+        share: HeadShares | None,
+        then: Then | None,
+        allowed: Array,
+        taken: Array,
+    ) -> Array:
         """bool[B K U]: each head's best of the allowed units bool[B U], in the places beside `taken` i32[B] others."""
-        count = part.quota - taken
+        count, beside = part.quota - taken, (part.front + part.back) // self.unit.size + taken
         if share is not None:
-            count = share.heads(by_units, allowed, count, (part.front + part.back) // self.unit.size + taken)
+            count, beside = share.heads(by_units, allowed, count, beside), beside[:, None]
+        if then is not None:
+            by_units = then.scores(by_units, allowed[:, None], count, beside)
         return top(by_units, allowed[:, None], count)
 
     def _representatives(

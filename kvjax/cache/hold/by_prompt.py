@@ -1,0 +1,49 @@
+"""Keys that are held in a way which a prompt's queries and keys decide: few channels, or channels in balance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.tier import Low, Tiers
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+
+
+class KeysByPrompt(Codec):
+    """The base of such codecs: `found` looks at a prompt, and `held` holds keys by what it found."""
+
+    by_head = True
+
+    def found(self, x: Array, pos: Array, seen: Obs) -> Array:
+        """Of a prompt's keys [B K S H] and its queries: an array [B K 1 ...]."""
+        raise NotImplementedError
+
+    def held(self, x: Array, pos: Array, found: Array) -> Any:
+        """Keys x [B K S H] as they are stored by what was found."""
+        raise NotImplementedError
+
+    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
+        if seen is None:
+            return self.encode(x, pos)
+        return self.held(x, pos, self.found(x, pos, seen))
+
+    def encode(self, x: Array, pos: Array) -> Any:
+        raise KvjaxError(
+            f"{self} holds keys by a prompt's queries, and has seen none; give it to a slot that brings them, such as "
+            "`k` or a tier"
+        )
+
+
+class TiersByPrompt(Tiers):
+    """The base of tiers whose key codec looks at the whole prompt, also at the tokens that stay in the slots."""
+
+    k: KeysByPrompt
+
+    def held(self, there: Block, block: Block, seen: Obs | None) -> Low:
+        if seen is None:
+            raise KvjaxError(
+                f"{self} holds keys by a prompt's queries, got none; observe {self.queries or 'all'} of them"
+            )
+        keys = self.k.held(there.k, there.pos, self.k.found(block.k, block.pos, seen))
+        return Low(keys, self.v.encode(there.v, there.pos), there.pos, there.bias)

@@ -1,0 +1,252 @@
+"""A prefix that rows share, held once: attention to it and to a row's own tokens, merged (Hydragen).
+
+Juravsky et al. 2024, arXiv 2402.05099, section 3: the queries of all rows read one copy of the prefix together, each
+row's own tokens are read as ever, and both partials are merged by their log-sum-exp, which is exact. A prefix may share
+a prefix itself: so levels nest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import KVMethod, Layer, LayerSpec, Needs, Traits
+from kvjax.cache.read.reader import by_query_blocks
+from kvjax.cache.states import as_one, as_rows
+from kvjax.core import memory
+from kvjax.core.attention import NEG, attend_dense, combine, merge
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+
+
+@pytree
+class SharedState:
+    """The state of one layer: P prefixes, and what each of B rows has behind its own."""
+
+    prefix: Any  # the prefixes' state, of P rows
+    own: Any  # the rows' state, of B rows, as of texts that begin where the prefix ends
+    before: Array  # i32[B], tokens of the row's prefix
+    members: Array | None  # i32[P M], the rows that have each prefix, -1 unused; None: all rows have the only one
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Two layers as one: `prefix` holds what rows share and is never written to, `own` holds what is theirs.
+
+    To `own` a row is a text that begins at position 0. Keys and queries are both rotated further by the length of the
+    prefix, which changes no product of theirs; and what a policy weighs are a row's own tokens among themselves.
+    """
+
+    prefix: Layer
+    own: Layer
+
+    @property
+    def spec(self) -> LayerSpec:
+        """Of the layer of the model."""
+        return self.own.spec
+
+    @property
+    def needs(self) -> Needs:
+        """What the rows' own method asks of the decoder."""
+        return self.own.needs
+
+    @property
+    def parts(self) -> tuple[Layer, Layer]:
+        """The layers whose states come first in its own, in this order."""
+        return self.prefix, self.own
+
+    def slots(self, prompt: int, room: int) -> int:
+        """Slots for a row's own tokens."""
+        return self.own.slots(prompt, room)
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+        """Not of a bare prompt: raises KvjaxError, see `begin`."""
+        raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).share(documents)")
+
+    def begin(
+        self, prefix: Any, before: Array, members: Array | None, q: Array, block: Block, seen: Obs | None, slots: int
+    ) -> tuple[Array, SharedState]:
+        """Prompts behind before i32[B] tokens of their prefixes -> (out, the state); their positions begin at 0."""
+        q_pos = block.pos[:, 0]
+
+        def attend(q: Array, q_pos: Array) -> Partial:
+            return attend_dense(q, block, q_pos, self.spec.window)
+
+        part = self._of_prefix(prefix, members, q, moved(q_pos, before))
+        out = merge([part, by_query_blocks(attend, q, q_pos, 128)])
+        return out, SharedState(prefix, self.own.prefill(block, seen, slots), before, members)
+
+    def extend(self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Any, Any]:
+        """`Layer.extend`; fresh tokens become the rows' own."""
+        return self._extended(state, q, fresh, commit, carry)
+
+    def extend_beside(
+        self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    ) -> tuple[Array, Any, Any]:
+        """`Shareable.extend_beside`."""
+        return self._extended(state, q, fresh, commit, carry, beside)
+
+    def _extended(
+        self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial | None = None
+    ) -> tuple[Array, Any, Any]:
+        with jax.named_scope("shared"):
+            part = self._of_prefix(state.prefix, state.members, q, fresh.pos[:, 0])
+        part = part if beside is None else combine(beside, part)
+        fresh = dataclasses.replace(fresh, pos=moved(fresh.pos, -state.before))
+        out, own, carry = self.own.extend_beside(state.own, q, fresh, commit, carry, part)
+        return out, dataclasses.replace(state, own=own), carry
+
+    def partial(self, state: SharedState, q: Array, q_pos: Array) -> Partial:
+        """`Shareable.partial`: a prefix that shares a prefix."""
+        part = self._of_prefix(state.prefix, state.members, q, q_pos)
+        return combine(part, self.own.partial(state.own, q, moved(q_pos, -state.before)))
+
+    def _of_prefix(self, prefix: Any, members: Array | None, q: Array, q_pos: Array) -> Partial:
+        """Queries [B K G T H] of all rows over their prefixes, each of which is read once."""
+        B, _, _, T, _ = q.shape
+        part = self.prefix.partial(prefix, _gathered(q, members), _positions(q_pos, members))
+        return Partial(*(_scattered(x, members, (B, T), fill) for x, fill in zip(part, (0.0, NEG, 0.0), strict=True)))
+
+    def positions(self, state: SharedState) -> Array:
+        """i32[B 1|K S]: those of the prefix, then the row's own."""
+        mine = moved(self.own.positions(state.own), state.before)
+        B = mine.shape[0]
+        shared = self.prefix.positions(state.prefix)
+        which = prefix_of(state.members, B)
+        shared = jnp.where(which[:, None, None] >= 0, shared[which], -1)
+        heads = max(shared.shape[1], mine.shape[1])
+        return jnp.concatenate([jnp.broadcast_to(x, (B, heads, x.shape[2])) for x in (shared, mine)], 2)
+
+    def rows(self, state: SharedState, which: Array) -> SharedState:
+        """Rows of their own; the prefixes stay, held once."""
+        members = state.members
+        if members is not None:
+            prefix = prefix_of(members, len(state.before))
+            members = members_of(np.asarray(prefix[which]), members.shape[0])
+        before = as_rows(None, state.before, which)
+        return SharedState(state.prefix, as_rows(self.own, state.own, which), before, members)
+
+    def joined(self, states: list[SharedState]) -> SharedState:
+        """Rows that share one prefix, as one batch; raises ValueError for others."""
+        held = [jax.tree.leaves(state.prefix) for state in states]
+        if not all(len(held[0]) == len(other) and all(map(_equal, held[0], other)) for other in held[1:]):
+            raise ValueError("shared prefixes that are not the same one")
+        if any(state.members is not None for state in states):
+            raise ValueError("several shared prefixes")
+        before = as_one(None, [state.before for state in states])
+        return SharedState(states[0].prefix, as_one(self.own, [state.own for state in states]), before, None)
+
+    def undoable(self, state: SharedState) -> Array:
+        """i32[B]: of the rows' own tokens."""
+        return self.own.undoable(state.own)
+
+    def crop(self, state: SharedState, count: Array) -> SharedState:
+        """`Croppable.crop`, of the rows' own tokens."""
+        return dataclasses.replace(state, own=self.own.crop(state.own, count))
+
+    def held(self, state: SharedState) -> Block:
+        """`Editable.held`, of the rows' own tokens."""
+        return self.own.held(state.own)
+
+    def appended(self, state: SharedState, block: Block) -> SharedState:
+        """`Editable.appended`."""
+        return dataclasses.replace(state, own=self.own.appended(state.own, block))
+
+    def check_shared(self) -> None:
+        """Raises IncompatibleMethod unless all its parts can be read by queries of other rows."""
+        self.own.check_shared()
+
+    def check_beside(self) -> None:
+        """Raises IncompatibleMethod unless the rows' own method can work behind a prefix."""
+        self.own.check_beside()
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """The method of rows that share a prefix: `prefix`, under which this was read, and `own`, for the rows' tokens."""
+
+    prefix: KVMethod
+    own: KVMethod
+
+    @property
+    def traits(self) -> Traits:
+        """What is true of both, or of either."""
+        a, b = self.prefix.traits, self.own.traits
+        return Traits(
+            evicts=a.evicts or b.evicts,
+            exact=a.exact and b.exact,
+            constant=b.constant,
+            host=a.host or b.host,
+            after_prompt=a.after_prompt or b.after_prompt,
+        )
+
+    def bind(self, spec: LayerSpec) -> Shared:
+        """Both in one layer; raises IncompatibleMethod where a prefix or what is behind it cannot be held so."""
+        prefix, own = self.prefix.bind(spec), self.own.bind(spec)
+        for layer, member in ((prefix, "check_shared"), (own, "check_beside")):
+            check = getattr(layer, member, None)
+            if check is None:
+                name = type(layer).__name__
+                raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
+            check()
+        return Shared(prefix, own)
+
+
+def _equal(x: Array, y: Array) -> bool:
+    """Whether two concrete arrays, wherever they lie, hold the same."""
+    return x is y or bool(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y))))
+
+
+def moved(pos: Array, by: Array) -> Array:
+    """Positions i32[B ...] by[B] places further on, -1 staying what it is."""
+    return jnp.where(pos >= 0, pos + by.reshape(-1, *[1] * (pos.ndim - 1)), -1)
+
+
+def members_of(prefix: np.ndarray, count: int) -> Array:
+    """The prefix of each row, i32[B], -1 for none -> the rows of each of `count` prefixes, i32[P M], -1 unused."""
+    rows = [np.flatnonzero(prefix == p) for p in range(count)]
+    table = np.full((count, max(1, *map(len, rows))), -1, np.int32)
+    for p, found in enumerate(rows):
+        table[p, : len(found)] = found
+    return jnp.asarray(table)
+
+
+def prefix_of(members: Array | None, rows: int) -> Array:
+    """The inverse: the prefix of each of so many rows, i32[B], -1 for none."""
+    if members is None:
+        return jnp.zeros(rows, jnp.int32)
+    which = jnp.broadcast_to(jnp.arange(members.shape[0], dtype=jnp.int32)[:, None], members.shape)
+    return jnp.full(rows, -1, jnp.int32).at[_inside(members, rows)].set(which, mode="drop")
+
+
+def _inside(members: Array, rows: int) -> Array:
+    """Unused places as an index that writes drop."""
+    return jnp.where(members >= 0, members, rows)
+
+
+def _gathered(q: Array, members: Array | None) -> Array:
+    """Queries [B K G T H] -> [P K G M*T H], those of a prefix's rows side by side."""
+    q = q[None] if members is None else q[jnp.maximum(members, 0)]  # [P M K G T H]
+    P, M, K, G, T, H = q.shape
+    return jnp.moveaxis(q, 1, 3).reshape(P, K, G, M * T, H)
+
+
+def _positions(q_pos: Array, members: Array | None) -> Array:
+    """i32[B T] -> i32[P M*T], -1 in unused places."""
+    if members is None:
+        return q_pos.reshape(1, -1)
+    return jnp.where(members[..., None] >= 0, q_pos[jnp.maximum(members, 0)], -1).reshape(members.shape[0], -1)
+
+
+def _scattered(x: Array, members: Array | None, size: tuple[int, int], fill: float) -> Array:
+    """[P K G M*T ..] -> [B K G T ..], `fill` in rows without a prefix."""
+    rows, T = size
+    P, K, G = x.shape[:3]
+    x = jnp.moveaxis(x.reshape(P, K, G, -1, T, *x.shape[4:]), 3, 1)  # [P M K G T ..]
+    if members is None:
+        return x[0]
+    return jnp.full((rows, *x.shape[2:]), fill, x.dtype).at[_inside(members, rows)].set(x, mode="drop")

@@ -1,0 +1,175 @@
+"""What can be done with a state as a whole: what a layer may offer beside the contract, and what `kvjax.Method` does.
+
+None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.run.states` say so. Rows need no
+member at all, since every array of a state has B first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.contract import Layer, LayerState
+from kvjax.cache.read.full import Full
+from kvjax.core import memory
+from kvjax.core.attention import combine
+from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
+
+KEEP = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
+
+
+class Croppable(Layer, Protocol):
+    """A layer that can take back its last tokens."""
+
+    def undoable(self, state: Any) -> Array:
+        """i32[B]: how many of each row's last tokens can be taken back exactly; raises IncompatibleMethod if none."""
+
+    def crop(self, state: Any, count: Array) -> Any:
+        """The state without the last count i32[B] tokens of each row, which are no more than `undoable`."""
+
+
+class Editable(Croppable, Protocol):
+    """A layer whose tokens can be taken out and put in again."""
+
+    def held(self, state: Any) -> Block:
+        """What the slots hold: keys with the rotation of their positions, and values."""
+
+    def appended(self, state: Any, block: Block) -> Any:
+        """The state with tokens [B K T H] behind the last one, which nothing attends to as they come."""
+
+
+class Shareable(Layer, Protocol):
+    """A layer whose state can be read by queries of other rows, and that can read beside such a state."""
+
+    def partial(self, state: Any, q: Array, q_pos: Array) -> Partial:
+        """Queries q [B K G T H] at q_pos i32[B T] over a state to which nothing is added."""
+
+    def extend_beside(
+        self, state: Any, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    ) -> tuple[Array, Any, Any]:
+        """`Layer.extend`, where the queries attend to other tokens too, which `beside` has."""
+
+    def check_shared(self) -> None:
+        """Raises IncompatibleMethod unless `partial` can be asked for."""
+
+    def check_beside(self) -> None:
+        """Raises IncompatibleMethod unless `extend_beside` can be asked for."""
+
+
+class StateOperations:
+    """What a `MethodLayer` offers: all of the protocols above, where its slots allow it."""
+
+    def undoable(self, state: LayerState) -> Array:
+        """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""
+        self._check_append_only("give back tokens")
+        bound = [codec.irrevocable(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
+        return state.n - jnp.maximum(*bound)
+
+    def crop(self, state: LayerState, count: Array) -> LayerState:
+        """The state without the last count i32[B] tokens of each row."""
+        n = state.n - count
+        slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
+        state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
+        return dataclasses.replace(state, aux=self.method.read.crop(self, state))
+
+    def held(self, state: LayerState) -> Block:
+        """Keys, rotated to their positions, and values of all slots."""
+        self._check_append_only("be edited")
+        return Block(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
+
+    def appended(self, state: LayerState, block: Block) -> LayerState:
+        """The state with a block's tokens behind the last one of each row."""
+        for name in ("k", "v", "read"):
+            slot = getattr(self.method, name)
+            if slot.stepwise:
+                raise IncompatibleMethod(
+                    f"slot `{name}`, {type(slot).__name__}, takes tokens one by one, as they are read, and cannot be "
+                    "edited; edit the text under `full`, which any method can then be made of (`kvjax.run.exact`)"
+                )
+        # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
+        there = memory.each(memory.to_device, state)
+        return memory.each(_placed_as, self._append(there, block.clean()), state)
+
+    def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
+        """Queries of any rows over all slots, and over what is held apart."""
+        part = self.method.read.read(self, state, q, q_pos, None, None).part
+        return combine(part, self.method.apart.read(self, state, q, q_pos)) if self.method.apart else part
+
+    def extend_beside(
+        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    ) -> tuple[Array, LayerState, Any]:
+        """`extend`, where the queries attend to other tokens too, which `beside` has."""
+
+        def at_once(state: LayerState, q: Array, fresh: Block, commit: int, both: Any):
+            carry, beside = both
+            return self._at_once(state, q, fresh, commit, carry, Partial(*(jnp.moveaxis(x, 2, 3) for x in beside)))
+
+        both = carry, Partial(*(jnp.moveaxis(x, 3, 2) for x in beside))  # as a carry is: with T as axis 2
+        return self._in_steps(at_once, state, q, fresh, commit, both)
+
+    def check_shared(self) -> None:
+        """A prefix is read in full, and stays as it is."""
+        m = self.method
+        if m.decode is not None or not isinstance(m.read, Full):
+            name = "read" if m.decode is None else "decode"
+            raise IncompatibleMethod(
+                f"a prefix that rows share is read in full and never changes, and slot `{name}`, "
+                f"{type(getattr(m, name)).__name__}, chooses anew at every step; read the prefix under another method, "
+                "such as 'full', and its documents under this one"
+            )
+
+    def check_beside(self) -> None:
+        """Rows have tokens of their own, at true positions, seen whole."""
+        m = self.method
+        reasons = (
+            ("positions", m.positions != "true", "positions inside the cache would be those of the shared tokens too"),
+            ("read", m.read.chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
+            ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
+            ("select", self.needs.probe is not None, "the whole prompt would be read a second time"),
+            ("shares", m.shares is not None, "layers would divide a budget that they measured on a part of the text"),
+        )
+        for name, cannot, reason in reasons:
+            if cannot:
+                raise IncompatibleMethod(
+                    f"slot `{name}` cannot work behind a prefix that rows share: {reason}; read the documents whole, "
+                    "or under a method without it"
+                )
+
+    def _check_append_only(self, what: str) -> None:
+        m = self.method
+        for name in ("decode", "select", "apart"):
+            if getattr(m, name) is not None:
+                raise IncompatibleMethod(
+                    f"slot `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so that "
+                    f"this cache cannot {what}; {KEEP}"
+                )
+
+
+def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
+    """The buffer in the kind of memory in which another lies."""
+    return memory.to_host(buffer) if other.host else buffer
+
+
+def as_rows(layer: Layer, state: Any, which: Array) -> Any:
+    """Rows which i32[n] of a state, each as often as it is named; a layer with shared parts has a member for it."""
+    own = getattr(layer, "rows", None)
+    if own is not None:
+        return own(state, which)
+    return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
+
+
+def as_one(layer: Layer, states: list[Any]) -> Any:
+    """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
+    own = getattr(layer, "joined", None)
+    if own is not None:
+        return own(states)
+    return jax.tree.map(lambda *xs: memory.rearranged(_behind, *xs) if xs[0].ndim else xs[0], *states)
+
+
+def _behind(*xs: Array) -> Array:
+    if len({(x.shape[1:], x.dtype) for x in xs}) > 1:
+        raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per row")
+    return jnp.concatenate(xs)

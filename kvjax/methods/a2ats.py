@@ -1,0 +1,164 @@
+"""A2ATS: keys and values lie on the host, and a codebook of bare keys says by table look-up which tokens to fetch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import asked, at_least
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read import codebook
+from kvjax.cache.read.reader import Reading
+from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.core import memory
+from kvjax.core.attention import scores
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@pytree
+class Coded:
+    """Each token by its codeword."""
+
+    codes: Any  # a buffer of uint8 or uint16 [B K S 1]; as `score` takes it, the array
+    words: Array  # [B K C H], bare keys
+    moment: Array  # f32[B K H H], the mean of q q^T over the prompt's queries
+
+
+@dataclasses.dataclass(frozen=True)
+class Codewords(Index):
+    """Single tokens, by the nearest of `words` bare keys (A2ATS, He et al. 2025, arXiv 2502.12665).
+
+    Nearest by the square of the error that a prompt's queries would see: query-aware vector quantisation, the same as
+    plain k-means of keys that were multiplied by Cholesky's factor of the queries' second moment. While there are fewer
+    tokens than codewords, each is its own.
+    """
+
+    words: int
+    rounds: int = 10
+
+    size: ClassVar[int] = 1
+    queries: ClassVar[int | None] = None
+
+    def __post_init__(self):
+        at_least("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
+        if self.words > 2**16:
+            raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
+
+    def fit(self, block: Block, seen: Obs | None) -> Coded:
+        block, seen = block.clean(), asked(seen, "A2ATS", "all queries")
+        keys, count = block.k.astype(jnp.float32), min(self.words, block.pos.shape[2])
+        moment = _moment(seen)
+        real = jnp.broadcast_to(block.pos >= 0, keys.shape[:3])
+        words = codebook.fitted(keys, real, moment, count, self.rounds).astype(block.k.dtype)
+        slot = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
+        few = real.sum(2, keepdims=True) <= count
+        codes = jnp.where(few, jnp.minimum(slot, count - 1), codebook.nearest(keys, _f32(words), moment))
+        return Coded(memory.pack(self._stored(codes)), words, moment)
+
+    def again(self, aux: Coded, block: Block) -> Coded:
+        return aux  # the tokens that are left keep their codewords
+
+    def write(self, aux: Coded, fresh: Block, at: Array) -> Coded:
+        fresh, count = fresh.clean(), aux.words.shape[2]
+        if not fresh.pos.shape[2]:
+            return aux
+        words = memory.put(aux.words, fresh.k.astype(aux.words.dtype), at)  # what lies behind them is dropped
+        slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
+        codes = jnp.where(slot < count, slot, codebook.nearest(_f32(fresh.k), _f32(words), aux.moment))
+        return Coded(memory.append(aux.codes, self._stored(codes), at), words, aux.moment)
+
+    def load(self, aux: Coded) -> Coded:
+        return dataclasses.replace(aux, codes=memory.unpack(aux.codes), words=_f32(aux.words))
+
+    def score(self, summary: Coded, q: Array) -> Array:
+        table = scores(q, summary.words)
+        codes = summary.codes[..., 0].astype(jnp.int32)[:, :, None, None]
+        return jnp.take_along_axis(table, jnp.broadcast_to(codes, (*table.shape[:4], codes.shape[4])), 4)
+
+    def _stored(self, codes: Array) -> Array:
+        return codes[..., None].astype(jnp.uint8 if self.words <= 2**8 else jnp.uint16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FarAway(Retrieve):
+    """Retrieval by bare keys and queries as if all tokens were `distance` before the query: windowed RoPE."""
+
+    distance: int = 2048
+
+    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
+        seen = asked(seen, "A2ATS", "all queries")
+        return self.index.fit(_bare(block, spec), seen._replace(q=self._far(seen.q, seen.pos, spec)))
+
+    def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
+        return self.index.write(aux, _bare(fresh, spec), at)
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        asking = self._far(q, q_pos, layer.spec)
+        return Reading(self.found(layer, state, q, q_pos, asking, state.aux), state.aux, carry=carry)
+
+    def _far(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
+        """Queries at q_pos i32[B T], turned to the position `distance`: f32."""
+        return spec.rope.turn_queries(spec.rope.bare_queries(q, q_pos), jnp.full_like(q_pos, self.distance))
+
+
+def _moment(seen: Obs) -> Array:
+    """f32[B K H H]: the mean of q q^T over all real queries of a key/value head."""
+    real = (seen.pos >= 0)[:, None, None, :, None]
+    q = jnp.where(real, seen.q.astype(jnp.float32), 0.0)
+    number = jnp.maximum(real.sum(3, dtype=jnp.int32) * q.shape[2], 1).astype(jnp.float32)
+    return jnp.einsum("bkgth,bkgti->bkhi", q, q, precision=lax.Precision.HIGHEST) / number
+
+
+def _bare(block: Block, spec: LayerSpec) -> Block:
+    """The block with keys without RoPE, in their dtype."""
+    return dataclasses.replace(block, k=spec.rope.bare(block.k, block.pos).astype(block.k.dtype))
+
+
+def _f32(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """Four codewords of each head, the second moment, and a byte a token; rows of all tokens on the host."""
+    book = x.rows(4) + 4 * x.B * x.K * x.H * x.H
+    return Bytes(book + x.B * x.K * x.S + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code",
+    Trial(
+        "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8",
+        "a2ats:topk=100,words=4,sinks=1,recent=2,distance=8",
+        _bytes,
+    ),
+    formula="score_s = (R_b q) c(s), c(s) = the codeword c with the least E[(q (k_s - c))^2], keys and codewords "
+    "before RoPE; read: sinks, the last `recent` tokens, and of the others the topk of the largest score",
+    differs="The codebook is made of each prompt, where the authors calibrate it. Windowed RoPE finds tokens; what it "
+    "found is read at its true position (unverified: the paper may read it at the fixed distance).",
+    example="a2ats:words=128",
+    sized_by="topk",
+)
+def a2ats(
+    topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10
+) -> Method:
+    """Keys and values lie on the host; a query fetches tokens whose codewords promise the largest logits.
+
+    topk: tokens that a query head finds. words: codewords of a key/value head, which take as many keys; with the
+    queries' second moment, H * H numbers, they lie on the device, beside 1 byte a token up to 256 words, then 2. sinks,
+    recent: first and last tokens that are always read, the query's own included. distance: at which windowed RoPE takes
+    what is not among the last tokens. rounds: of k-means, over the prompt's keys. All defaults are unverified, no
+    paper's. A prompt attends exactly.
+    """
+    at_least("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
+    read = FarAway(Codewords(words, rounds), topk, sinks, recent, distance=distance)
+    return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -1,0 +1,110 @@
+"""ArkVale: pages lie on the host, tighter boxes than Quest's say which ones matter, and these are recalled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.retrieve import Retrieve
+from kvjax.core import memory
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.quest import Box, Boxes
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+class Digests(NamedTuple):
+    """The boxes of all pages, and what that of the unfinished page is made of."""
+
+    box: Box  # [B K U H]
+    growing: Array  # [B K size H], the keys of the page in which the next token will lie
+
+
+@dataclasses.dataclass(frozen=True)
+class TightBoxes(Boxes):
+    """Boxes c - d .. c + d around pages of keys (ArkVale, Chen et al., NeurIPS 2024).
+
+    In each channel c is the middle between the least and the greatest key, and d the mean of |c - k| over the page: a
+    key may lie outside. d does not follow from that of a page's parts, so the unfinished page's keys are kept and its
+    box is made anew. A page's score is Quest's, in the mean over all query heads of the layer.
+    """
+
+    size: int = 32
+
+    def summarise(self, keys: Array, real: Array) -> Box:
+        box, real = super().summarise(keys, real), real[..., None]
+        middle = (box.low.astype(jnp.float32) + box.high.astype(jnp.float32)) / 2
+        distance = jnp.where(real, jnp.abs(middle[:, :, :, None] - keys.astype(jnp.float32)), 0.0)
+        count = jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
+        reach = distance.sum(3) / count
+        return Box((middle - reach).astype(keys.dtype), (middle + reach).astype(keys.dtype))
+
+    def build(self, block: Block) -> Digests:
+        n = (block.pos[:, :1] >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        slot = n // self.size * self.size + jnp.arange(self.size, dtype=jnp.int32)[None, None]
+        keys = memory.take(block.k, jnp.minimum(slot, block.pos.shape[2] - 1))
+        growing = jnp.where((slot < n)[..., None], keys, jnp.zeros((), keys.dtype))
+        return Digests(super().build(block), memory.pack(growing))
+
+    def write(self, aux: Digests, fresh: Block, at: Array) -> Digests:
+        count, (first, offset) = fresh.pos.shape[2], jnp.divmod(at, self.size)
+        if not count:
+            return aux
+        pages = (count + self.size - 2) // self.size + 1  # that so many tokens touch at most
+        keys, real = self._by_unit(fresh, offset, pages)
+        before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
+        growing = jnp.where(before[..., None], memory.unpack(aux.growing), keys[:, :, 0])
+        keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
+        box = memory.each(lambda held, new: memory.append(held, new, first), aux.box, self.summarise(keys, real))
+        tokens = offset + (fresh.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
+        next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]
+        last = jnp.take_along_axis(jnp.where(real[..., None], keys, jnp.zeros((), keys.dtype)), next_page, 2)
+        return Digests(box, memory.pack(last[:, :, 0]))
+
+    def score(self, summary: Digests, q: Array) -> Array:
+        return over_heads.mean(super().score(summary.box, q).mean(2, keepdims=True))
+
+
+def _bytes(x: Sizes) -> Bytes:
+    digests = 2 * x.rows(-(-x.S // 2)) + x.rows(2)
+    return Bytes(digests + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "ArkVale, Chen et al., NeurIPS 2024; constants of its public code",
+    Trial(
+        "arkvale:budget=6,page=2,sinks=1,window=1,device_layers=0",
+        "arkvale:budget=100,page=2,sinks=1,window=1,device_layers=0",
+        _bytes,
+    ),
+    formula="c = (min + max) / 2, d = mean of |c - k| over a page's keys; score(page) = mean over the layer's query "
+    "heads of sum over channels of max(q (c - d), q (c + d))",
+    differs="The window counts tokens, not whole pages; pages are fetched anew for every token, where the authors keep "
+    "those of the last steps, the sinks and the window on the device.",
+    example="arkvale:budget=512,device_layers=1",
+)
+def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> Method:
+    """Nothing is lost: keys and values lie on the host, and a query reads the pages that small boxes recommend.
+
+    budget: tokens that a query reads beside its own page, in whole pages, sinks and window included (the authors' code
+    reads half of what its device cache holds, 4,096 tokens in its example). page: tokens. sinks, window: first and
+    latest pages that are always read; the window counts the query's own. device_layers: so many first layers stay on
+    the device and are read in full (the authors' evaluation: 2). All heads of a layer share their pages. A prompt
+    attends exactly.
+    """
+    at_least("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
+    recalled = budget // page - sinks - (window - 1)
+    if recalled < 1:
+        least = (sinks + window) * page
+        raise KvjaxError(
+            f"budget={budget} of ArkVale leaves no page of {page} tokens to recall beside {sinks} sink pages and a "
+            f"window of {window}; use budget={least} or more"
+        )
+    read = Retrieve(TightBoxes(page), recalled, sinks * page, window * page)
+    return Method(k=Host(Plain()), v=Host(Plain()), read=read, device_layers=device_layers)

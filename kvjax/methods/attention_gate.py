@@ -1,0 +1,82 @@
+"""Attention-Gate: a small trained attention over the prompt's hidden states flags the tokens that each head keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select.flags import Flagged
+from kvjax.cache.select.gates import Gates, attended
+from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
+from kvjax.cache.select.select import selecting
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, paged
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Scorer):
+    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `Gates`)."""
+
+    given: Given
+    hidden: ClassVar[bool] = True
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        seen, K = self.asked(seen), spec.kv_heads
+        wide = (None, None, None)
+        arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
+        query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
+        if query.shape[1] != seen.hidden.shape[3]:
+            raise KvjaxError(
+                f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
+                f"{seen.hidden.shape[3]}; make a table for this model, as with `kvjax calibrate attention_gate`"
+            )
+        mixed = attended(seen.hidden, block.pos[:, 0], query, key, value)
+        here = block.k.shape[1]
+        output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), here), over_heads.own(bias, here)
+        logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
+        return by_tokens(logits + bias[None, :, None], block)
+
+
+@recipe(
+    "Attention-Gate, Zeng et al. 2024, arXiv 2410.12876",
+    Trial(
+        "attention_gate:budget=5,sinks=1,recent=1,page=4",
+        "attention_gate:budget=100,threshold=0,sinks=1,recent=1,page=4",
+        paged(5, page=4),
+    ),
+    formula="gate of all heads = sigmoid(sum over a of softmax(x Q_a (x K_a)^T / sqrt(C)) x V_a O_a + b), x the hidden "
+    "states of the prompt; a head keeps its tokens whose gate is above the threshold",
+    differs="The paper has no public code. Unverified: the layout of the gate, its bias, that it sees no positions and "
+    "the threshold. The prompt attends exactly, where the paper hides what is flagged from later tokens too; grouped "
+    "query heads have one gate. The budget, the sinks and the recents are not the paper's.",
+    example="attention_gate:budget=512",
+)
+def attention_gate(
+    budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16
+) -> Method:
+    """After the prompt each head keeps the tokens that its gate flags, as many as these are, up to a budget.
+
+    budget: most prompt tokens per layer and key/value head in the mean, and what memory is reserved for. threshold: the
+    gate above which a token stays, 0 to 1; 0 keeps all that the budget holds. sinks, recent: first and last tokens that
+    stay whatever the gate says. table: a file of kind `attention_gate`, whose class says what it holds; those that ship
+    with kvjax are fitted by linear discriminants, as `kvjax calibrate attention_gate` does, where the paper trains
+    through the model. page: slots of the pages in which heads of unequal length are held.
+    """
+    if not 0 <= threshold < 1:
+        raise KvjaxError(
+            f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
+        )
+    above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
+    select = selecting(Gate(Gates.given(table)), budget, sinks, recent)
+    return Method(select=select, apart=Pages(Flagged(above), page))

@@ -1,0 +1,80 @@
+"""CriticalKV: half of a budget goes by what tokens add to the layer's output."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import cut
+from kvjax.cache.select.represent import check_share
+from kvjax.cache.select.rescore import Rescore
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+EPSILON = 1e-4  # a token that nothing attends to may still win by its value
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOutput(Rescore):
+    """A token's score, times the L1 norm of what its value adds to the layer's output (CriticalKV, 2502.03805).
+
+    The norm is the mean over the query heads of a key/value head. share: of the tokens that a head keeps, those that go
+    by the scorer alone.
+    """
+
+    output: ClassVar[bool] = True
+    share: float = 0.5
+
+    def __post_init__(self):
+        check_share(self.share)
+
+    def scores(self, block: Block, own: Array, seen: Obs | None, spec: LayerSpec) -> Array:
+        real = block.pos >= 0
+        new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, seen.output)
+        return jnp.where(real, new, -jnp.inf)
+
+
+def added(v: Array, output: Array, at_once: int = 64) -> Array:
+    """f32[B K S]: the L1 norm of values [B K S H] after the output projection [1 K G H D], mean over G.
+
+    Memory grows with `at_once` x D, never with S x D.
+    """
+    weight = output[0].astype(jnp.float32)
+
+    def of_some(v: Array) -> Array:
+        changes = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), weight)
+        return jnp.abs(changes).sum(-1).mean(2)
+
+    size = min(at_once, v.shape[2])
+    norms = jnp.moveaxis(lax.map(of_some, cut(v, 2, size)), 0, 2)
+    return norms.reshape(*v.shape[:2], -1)[:, :, : v.shape[2]]
+
+
+_SNAPKV = "snapkv:budget={},window=2,kernel=3 + criticalkv"
+
+
+@recipe(
+    "CriticalKV, Feng et al. 2025, arXiv 2502.03805, as in kvpress' CriticalKVPress and CriticalAdaKVPress",
+    Trial(_SNAPKV.format(6), _SNAPKV.format(100), selected(6)),
+    formula="floor(n / 2) of a head's n tokens by the base score s; of the others those with the greatest "
+    "(s + 1e-4) * mean over its query heads of |v W_o|_1",
+    differs="Sinks and windows stay in any case, and count among the first half, where kvpress may lose a part of the "
+    "window in the second; over AdaKV each head's own count is halved, where kvpress keeps AdaKV's safe share beside.",
+    example="snapkv:budget=512 + criticalkv",
+)
+def criticalkv(share: float = 0.5) -> Method:
+    """Over an eviction method: half of its budget goes by its scores times what the values add to the layer's output.
+
+    Use it as in 'snapkv:budget=256 + criticalkv', or 'snapkv:budget=256 + adakv + criticalkv', where the budgets of
+    heads are those of AdaKV and each is halved. It is made for scores that are never negative, as attention is: of
+    negative ones a large value makes less. share: of a head's tokens, sinks and window among them, those that go by the
+    scorer alone (the paper and kvpress: 0.5).
+    """
+    return Method(rescore=ByOutput(share))

@@ -1,0 +1,163 @@
+"""Double Sparsity: a few channels of each key say which tokens count, and only these are read in all channels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.decode.policy import asked, at_least
+from kvjax.cache.given import Given
+from kvjax.cache.hold.codecs import Codec, Plain
+from kvjax.cache.hold.rows import MinMax, Rows
+from kvjax.cache.method import Method
+from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.cache.select.channel_order import Channels
+from kvjax.core.attention import scores
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial, everything
+
+
+@pytree
+class Labels:
+    """What tokens are found by: r channels of their keys."""
+
+    channels: Array  # i32[B K r], which ones
+    k: Any  # [B K S r], stored by the index's codec
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelChannels(Index):
+    """Single tokens, by 1 / factor of the channels of their keys (Yang et al. 2024, arXiv 2408.07092, section 3).
+
+    Those channels of a key/value head count in which |q k| is largest in the mean over the prompt's tokens that are
+    held, each with its own query, and over query heads. bits: of a label, each token's scaled by itself; 16: as it is.
+    """
+
+    factor: int
+    bits: int = 16
+
+    size: ClassVar[int] = 1
+    queries: ClassVar[int | None] = None
+
+    def __post_init__(self):
+        at_least("Double Sparsity", factor=(self.factor, 1))
+        if self.bits != 16:
+            MinMax(self.bits)  # knows which bits there are
+
+    @property
+    def codec(self) -> Codec:
+        """How labels are held."""
+        return Plain() if self.bits == 16 else Rows(MinMax(self.bits))
+
+    def fit(self, block: Block, seen: Obs | None) -> Labels:
+        products = _products(block, asked(seen, "Double Sparsity", "all queries"))
+        return self.labels(lax.top_k(products, self._count(block))[1], block)
+
+    def in_order(self, order: Array, block: Block) -> Labels:
+        """Labels of the first channels of an order i32[K H] that is the same for all rows."""
+        first = order[None, :, : self._count(block)]
+        return self.labels(jnp.broadcast_to(first, (block.k.shape[0], *first.shape[1:])), block)
+
+    def _count(self, block: Block) -> int:
+        """Channels of a label."""
+        size = block.k.shape[3]
+        count = size // self.factor
+        if size % self.factor or (self.bits < 16 and count * self.bits % 32):
+            raise KvjaxError(
+                f"factor={self.factor} of Double Sparsity leaves {size} / {self.factor} channels, which must be a "
+                f"whole number and in {self.bits} bits fill 32-bit words; use another factor, or bits=16"
+            )
+        return count
+
+    def again(self, aux: Labels, block: Block) -> Labels:
+        return self.labels(aux.channels, block)
+
+    def labels(self, channels: Array, block: Block) -> Labels:
+        """The labels of a block in channels i32[B K r]."""
+        return Labels(channels, self.codec.encode(_take(block.k, channels), block.pos))
+
+    def write(self, aux: Labels, fresh: Block, at: Array) -> Labels:
+        if not fresh.pos.shape[2]:
+            return aux
+        return dataclasses.replace(aux, k=self.codec.write(aux.k, _take(fresh.k, aux.channels), at))
+
+    def load(self, aux: Labels) -> Labels:
+        return dataclasses.replace(aux, k=self.codec.decode(aux.k))
+
+    def score(self, summary: Labels, q: Array) -> Array:
+        return scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated(Retrieve):
+    """Labels in the channels of a table, which were found on other texts."""
+
+    table: Given | None = None
+
+    queries: ClassVar[int | None] = 0
+
+    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Labels:
+        order = self.table.of(spec, order=(spec.kv_heads, spec.head_dim))["order"]
+        return self.index.in_order(over_heads.own(jnp.asarray(order), block.k.shape[1]), block)
+
+
+def _take(k: Array, channels: Array) -> Array:
+    """Some channels i32[B K r] of keys [B K S H]."""
+    return jnp.take_along_axis(k, channels[:, :, None], 3)
+
+
+def _products(block: Block, seen: Obs) -> Array:
+    """f32[B K H]: the sum of |q k| over the tokens of a block, and the mean over query heads."""
+    B, K, S, _ = block.k.shape
+    at = jnp.broadcast_to(jnp.maximum(block.pos, 0), (B, K, S))  # a query lies at its position
+    q = jnp.take_along_axis(seen.q, at[:, :, None, :, None], 3).astype(jnp.float32)
+    product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
+    return jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
+
+
+def _bytes(each: int) -> Callable[[Sizes], Bytes]:
+    """Beside everything, labels of 8 channels: `each` bytes a token, or 0 for those of 8 numbers."""
+
+    def count(x: Sizes) -> Bytes:
+        labels = x.B * x.K * x.S * (each or 8 * x.itemsize)
+        return Bytes(everything(x).device + labels + 4 * x.B * x.K * 8)
+
+    return count
+
+
+SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
+
+
+@recipe(
+    "Double Sparsity, Yang et al. 2024, arXiv 2408.07092, section 3",
+    Trial(SMALL, "double_sparsity:heavy=100,factor=4,device_layers=0", _bytes(0)),
+    Trial(f"{SMALL},bits=4", "", _bytes(4 + 4), name="labels in 4 bits"),
+    Trial(f"{SMALL},table=shipped", "", _bytes(0), name="calibrated channels"),
+    formula="score_s = sum over channels c of q_c k_sc, c the H / factor channels of the largest mean of |q_c k_c|",
+    differs="Channels are chosen for each key/value head, and without a table from the prompt's own queries and keys, "
+    "where the authors calibrate those of each query head on 256 texts; a query's own token is always read.",
+    example="double_sparsity:heavy=256,factor=4,device_layers=1",
+)
+def double_sparsity(
+    heavy: int = 256, factor: int = 8, bits: int = 16, device_layers: int = 2, table: str = ""
+) -> Method:
+    """Nothing is lost, but a query reads only the tokens whose keys suit it best in a few channels.
+
+    heavy: tokens that a query head reads, its own included. factor: one in so many channels makes a token's label.
+    bits: of a label's numbers, with a scale per token; 16 leaves them as they are (the authors: 256, 8, and 4 or 16).
+    device_layers: so many first layers are read in full (the authors: 2). table: the file of `kvjax calibrate
+    channels`, or "shipped", with the channels that labels take; without one each prompt chooses its own. A prompt
+    attends exactly.
+    """
+    at_least("Double Sparsity", heavy=(heavy, 2))
+    labels = LabelChannels(factor, bits)
+    read = Calibrated(labels, heavy - 1, table=Channels.given(table)) if table else Retrieve(labels, heavy - 1)
+    return Method(read=read, device_layers=device_layers)

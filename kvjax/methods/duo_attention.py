@@ -1,0 +1,62 @@
+"""DuoAttention: retrieval heads hold everything, streaming heads the first and the last tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select.head_tables import HeadWeights
+from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.select import Select
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.trial import Trial, paged
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(ByTable):
+    """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
+
+    As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
+    streams; there, chance decides.
+    """
+
+    given: Given
+    sparsity: float
+    streaming: int
+
+    def __post_init__(self):
+        check_share_of_heads(sparsity=self.sparsity)
+
+    def at(self, spec: LayerSpec) -> Lengths:
+        weights = of_all_heads(self.given, spec, "weights")
+        below = -part_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
+        full = highest(weights, weights.size - below)[spec.index]
+        return Lengths(tuple(ALL if whole else self.streaming for whole in full.tolist()))
+
+
+@recipe(
+    "DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention",
+    # One of the battery's two heads keeps all 9 tokens, the other 3: 6 in the mean.
+    Trial("duo_attention:sinks=1,recent=2,page=4", "duo_attention:sinks=1,recent=100,page=4", paged(6, page=4)),
+    formula="head h keeps all tokens if alpha_h >= quantile(alpha, sparsity), else s < sinks or s >= T - recent",
+    differs="Attention in the prompt is exact, and all heads keep what is decoded, both as in kvpress; the authors' "
+    "streaming heads also read the prompt by first and last tokens only, and drop decoded ones behind their window.",
+    example="duo_attention",
+)
+def duo_attention(
+    sparsity: float = 0.5, sinks: int = 64, recent: int = 256, table: str = "shipped", page: int = 16
+) -> Method:
+    """After the prompt some heads keep all of its tokens, the others its first and its last ones.
+
+    sparsity: the share of the model's key/value heads that stream, those of the least weight (the authors: 0.5 under
+    grouped heads, 0.75 without). sinks, recent: what these keep (64 and 256 in its evaluation). table: a file of kind
+    `heads`, with a weight of each key/value head, such as the trained gates alpha or what `kvjax calibrate heads`
+    makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
+    """
+    rule = Streaming(HeadWeights.given(table), sparsity, sinks + recent)
+    return Method(select=Select(Newest(), rule, sinks, recent), apart=Pages(rule, page))

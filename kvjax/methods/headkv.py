@@ -1,0 +1,87 @@
+"""HeadKV: heads keep tokens by a table of how important each of them is, over all layers together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select import scorers
+from kvjax.cache.select.head_tables import HeadWeights
+from kvjax.cache.select.heads import ByTable, Lengths, of_all_heads
+from kvjax.cache.select.select import selecting
+from kvjax.core.types import KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, paged
+
+
+@dataclasses.dataclass(frozen=True)
+class Important(ByTable):
+    """A head's tokens: what all have alike, its share by weight of a pool of all layers and heads, and its window.
+
+    Of the b = budget - window tokens beside the window, floor(b / beta) of each head go into the pool, and the others
+    all heads have alike; numbers are rounded half to even, as in the authors' code.
+    """
+
+    given: Given
+    budget: int
+    window: int
+    beta: float
+
+    def __post_init__(self):
+        if self.budget <= self.window:
+            raise KvjaxError(
+                f"a budget of {self.budget} tokens leaves nothing beside the window of {self.window}; use more"
+            )
+        if self.beta < 1:
+            raise KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
+
+    def at(self, spec: LayerSpec) -> Lengths:
+        weights = of_all_heads(self.given, spec, "weights")
+        if weights.min() < 0 or not weights.any():
+            raise KvjaxError(
+                f"weights of heads must be 0 or more and not all 0, got {weights.min():g} to {weights.max():g} in "
+                f"{self.given.path}; make the table anew"
+            )
+        each = self.budget - self.window
+        pooled = int(each // self.beta)
+        tokens = np.round(weights / weights.sum() * pooled * weights.size + each - pooled)
+        return Lengths(tuple(self.window + int(n) for n in tokens[spec.index]))
+
+
+@recipe(
+    "HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV",
+    Trial(
+        "headkv:budget=6,window=2,kernel=3,page=4",
+        "headkv:budget=100,window=2,kernel=3,page=4",
+        paged(6, page=4),
+    ),
+    formula="b = budget - window, p = floor(b / beta); head h keeps its window and round(w_h / sum w * p L K + b - p) "
+    "more, the best by SnapKV's score",
+    differs="The table is of key/value heads, and so are the numbers, where the authors' are of query heads; it can be "
+    "any: their retrieval and reasoning scores need questions about needles, which no calibration here asks.",
+    example="headkv:budget=256",
+)
+def headkv(
+    budget: int = 128,
+    beta: float = 1.01,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "max",
+    table: str = "shipped",
+    page: int = 16,
+) -> Method:
+    """After the prompt important heads keep many of its tokens, the others few, in whatever layers they are.
+
+    budget: prompt tokens per layer and key/value head in the mean, the window included. beta: at 1 all of it goes by
+    importance, and the greater, the more all heads keep alike (1.01 in KVCache-Factory; the authors try 1.005 to 10).
+    window, kernel, pool: of SnapKV's scores, by which each head chooses. table: a file of kind `heads`, with a weight
+    of each key/value head; "shipped" for the shipped model's. page: slots of the pages in which heads are held.
+    """
+    rule = Important(HeadWeights.given(table), budget, window, beta)
+    scorer = scorers.Window(window, kernel, pool)
+    return Method(select=selecting(scorer, rule, 0, window), apart=Pages(rule, page))

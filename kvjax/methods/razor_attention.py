@@ -1,0 +1,116 @@
+"""RazorAttention: retrieval heads hold everything, the others first and last tokens and the mean of what is between."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select.head_tables import RetrievalHeads
+from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.select.merge import lost_tokens
+from kvjax.cache.select.select import Choice, Select
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.trial import Bytes, Sizes, Trial, paged
+
+
+@dataclasses.dataclass(frozen=True)
+class Razor(ByTable):
+    """Heads among the highest in echo or in induction keep all tokens; the others the ends of a row, and one between.
+
+    echo, induction: the shares of all heads of the model that are highest, rounded. recent: the last tokens of a row
+    that other heads keep, or one in `part` of all of its tokens where that is more; part 0: never.
+    """
+
+    given: Given
+    echo: float
+    induction: float
+    sinks: int
+    recent: int
+    part: int
+
+    def __post_init__(self):
+        check_share_of_heads(echo=self.echo, induction=self.induction)
+        if self.part < 0:
+            raise KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
+
+    def at(self, spec: LayerSpec) -> Lengths:
+        full = np.zeros((spec.layers, spec.kv_heads), bool)
+        for name, share in (("echo", self.echo), ("induction", self.induction)):
+            full |= highest(of_all_heads(self.given, spec, name), round(share * full.size))
+        beside = self.sinks + 1  # and the token that stands for all between
+        tokens = (ALL if whole else beside + self.recent for whole in full[spec.index].tolist())
+        return Lengths(tuple(tokens), self.part, beside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compensation:
+    """In heads that lose tokens, the first one kept behind the sinks becomes the mean of all lost ones and itself.
+
+    Its key is the mean of keys after their rotation, its value that of the values, its bias the logarithm of how many
+    tokens that are: softmax counts it so many times.
+    """
+
+    sinks: int
+
+    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+        block, kept = block.clean(), kept.clean()
+        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        loses = lost.any(2, keepdims=True)
+        place = choice.slots[:, :, min(self.sinks, n - 1), None]  # of the token whose slot it takes
+        folded = lost | (loses & (jnp.arange(block.k.shape[2])[None, None] == place))
+        number = jnp.maximum(folded.sum(2, keepdims=True, dtype=jnp.float32), 1.0)
+        here = loses & (jnp.arange(n)[None, None] == self.sinks)
+
+        def compensated(x: Array, every: Array) -> Array:
+            total = jnp.where(folded[..., None], every.astype(jnp.float32), 0.0).sum(2, keepdims=True)
+            return jnp.where(here[..., None], (total / number[..., None]).astype(x.dtype), x)
+
+        bias = jnp.where(here, jnp.log(number), 0.0)
+        return dataclasses.replace(kept, k=compensated(kept.k, block.k), v=compensated(kept.v, block.v), bias=bias)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """One of the battery's two heads keeps all 9 tokens, the other 4: 7 in the mean; each slot of a page has a bias."""
+    return paged(7, page=4, bias=True)(x)
+
+
+@recipe(
+    "RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments",
+    Trial(
+        "razor_attention:sinks=1,recent=2,induction=0.5,page=4",
+        "razor_attention:sinks=1,recent=100,induction=0.5,page=4",
+        _bytes,
+    ),
+    formula="retrieval heads keep all; others sinks, the last max(S0, N / C) and one token (mean k, mean v) of the N_d "
+    "between them, with ln N_d on its logit",
+    differs="The buffer is measured once, when the prompt ends, and all heads keep what is decoded. Unverified: "
+    "that the token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.",
+    example="razor_attention:recent=256",
+)
+def razor_attention(
+    recent: int = 4000,
+    part: int = 5,
+    sinks: int = 4,
+    echo: float = 0.01,
+    induction: float = 0.14,
+    table: str = "shipped",
+    page: int = 16,
+) -> Method:
+    """After the prompt retrieval heads keep all of its tokens, the others first and last ones and one for all between.
+
+    recent, part: the last tokens that other heads keep, or one in `part` of the prompt's where that is more (the paper:
+    4000 and 5; 0 for never). sinks: the first ones (4). echo, induction: shares of the model's key/value heads that
+    are retrieval heads, by either score (0.01 and 0.14). table: a file of kind `retrieval_heads`, which `kvjax
+    calibrate retrieval_heads` makes of random tokens; "shipped" for the shipped model's. page: slots of the pages in
+    which heads of unequal length are held.
+    """
+    rule = Razor(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
+    return Method(select=Select(Newest(), rule, sinks, recent), merge=Compensation(sinks), apart=Pages(rule, page))

@@ -1,0 +1,107 @@
+"""ReKV: blocks of a long context lie on the host, and a question's mean query finds those that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import Reader, Reading
+from kvjax.cache.read.retrieve import Index, Retrieve, slots_of_queries
+from kvjax.core.attention import scores
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@pytree
+class Asked:
+    """What blocks are found by, and the question so far."""
+
+    blocks: Any  # buffers of the sums of `MeanKeys`
+    question: Array  # f32[B K G H], the sum of the queries since the prompt, without RoPE
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanKeys(Index):
+    """Blocks by the direction of their mean key: the cosine with a query, over all heads of the layer as one vector.
+
+    Sums stand for means, which point the same way. Every query counts alike, so its length is left out.
+    """
+
+    size: int
+
+    def summarise(self, keys: Array, real: Array) -> Array:
+        return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
+
+    def join(self, before: Array, more: Array) -> Array:
+        return before + more
+
+    def score(self, summary: Array, q: Array) -> Array:
+        product = over_heads.sum(scores(q, summary).sum(2, keepdims=True))
+        length = jnp.sqrt(over_heads.sum(jnp.square(summary).sum(3)))
+        return product / jnp.maximum(length, 1e-12)[:, :, None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByQuestion(Retrieve):
+    """Retrieval by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
+
+    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Asked:
+        B, K, _, H = block.k.shape
+        return Asked(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.groups, H), jnp.float32))
+
+    def write(self, aux: Asked, fresh: Block, at: Array, spec: LayerSpec) -> Asked:
+        return dataclasses.replace(aux, blocks=self.index.write(aux.blocks, _bare(fresh, spec), at))
+
+    def crop(self, layer: Any, state: LayerState) -> Any:
+        return Reader.crop(self, layer, state)  # no query is kept by itself
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        real = (q_pos >= 0)[:, None, None, :, None]
+        bare = jnp.where(real, layer.spec.rope.bare_queries(q, q_pos), 0.0)
+        question = state.aux.question
+        asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
+        kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        aux = dataclasses.replace(state.aux, question=question + jnp.where(kept, bare, 0.0).sum(3))
+        return Reading(self.found(layer, state, q, q_pos, asking, aux.blocks), aux, carry=carry)
+
+
+def _bare(block: Block, spec: LayerSpec) -> Block:
+    """The block with keys without RoPE, float32."""
+    return dataclasses.replace(block, k=spec.rope.bare(block.k, block.pos))
+
+
+def _bytes(x: Sizes) -> Bytes:
+    numbers = x.B * x.K * x.H * (-(-x.S // 2) + x.G)
+    return Bytes(4 * numbers + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision",
+    Trial("rekv:topk=1,block=2,sinks=1,recent=2", "rekv:topk=99,block=2,sinks=1,recent=2", _bytes),
+    formula="score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both without RoPE "
+    "and over all heads of the layer as one vector",
+    differs="A question's tokens look up one after the other, by the mean so far, and those of its answer count too; "
+    "keys keep their positions, which the authors count anew; the cosine is the paper's, their code takes the product.",
+    example="rekv:topk=4,block=64,recent=128",
+)
+def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
+    """A context is read and kept on the host; question and answer read the blocks that the question's mean finds.
+
+    Made for video, where a block is a frame; in text it is a stretch of tokens. topk: blocks that are read. block:
+    tokens (a frame of LLaVA-OneVision has 196). sinks: first tokens, always read (the authors: what comes before the
+    video). recent: last tokens, always read, for question and answer. Unlike `infllm`, all keys of a block make its
+    key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
+    """
+    at_least("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
+    return Method(k=Host(Plain()), v=Host(Plain()), read=ByQuestion(MeanKeys(block), topk, sinks, recent))

@@ -1,0 +1,132 @@
+"""RetrievalAttention: keys are searched on the host, and what is found joins first and last tokens on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
+from kvjax.cache.read.retrieve import attend_slots
+from kvjax.cache.read.ring import Ring
+from kvjax.core import memory
+from kvjax.core.attention import attend_dense, combine, scores, visible
+from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@pytree
+class Static:
+    """The rows of first and last tokens, a second time, in the P places of a `Ring`."""
+
+    k: memory.Buffer  # [B K P H]
+    v: memory.Buffer  # [B K P H]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSearch(Reader):
+    """Static tokens, and the `topk` others of the largest q k (Liu et al. 2024, arXiv 2409.10516, section 3).
+
+    Each query head searches all keys between the first `sinks` and the last `recent` tokens, and searches exactly.
+    """
+
+    topk: int
+    sinks: int
+    recent: int
+
+    stepwise = True  # of the last tokens only as many are kept as one query reads
+    any_slot = False  # the last slots are the last tokens
+
+    def __post_init__(self):
+        name = "RetrievalAttention"
+        at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+
+    def begin(self, block: Block, spec: LayerSpec) -> Static:
+        ring = self._ring(block.pos.shape[2])
+        slots = _held(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
+        return Static(ring.fill(block.k, slots), ring.fill(block.v, slots))
+
+    def write(self, aux: Static, fresh: Block, at: Array, spec: LayerSpec) -> Static:
+        ring = self._ring(aux.k.data.shape[2])
+        slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
+        place = jnp.where(fresh.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
+        return Static(ring.put(aux.k, fresh.k, place), ring.put(aux.v, fresh.v, place))
+
+    def read(
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
+    ) -> Reading:
+        S, window = state.pos.shape[2], layer.spec.window
+        ring = self._ring(state.aux.k.data.shape[2])
+        static = _static(state, _held(ring, state.n))
+        slot = jnp.arange(S, dtype=jnp.int32)[None, None, None, None]
+        searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
+
+        def attend(q: Array, q_pos: Array) -> Partial:
+            with jax.named_scope("search"):
+                s = jnp.where(searched & visible(state.pos, q_pos, window), _logits(layer, state, q), -jnp.inf)
+                best, found = lax.top_k(s, min(self.topk, S))
+            others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, found, -1))
+            return combine(attend_dense(q, static, q_pos, window), others)
+
+        return Reading(by_query_blocks(attend, q, q_pos, 16), state.aux, carry=carry)
+
+    def _ring(self, slots: int) -> Ring:
+        """The places in a layer of so many slots; of as many slots as there are places, the same."""
+        places = min(slots, self.sinks + self.recent)
+        sinks = min(self.sinks, places - 1)
+        return Ring(sinks, places - sinks)
+
+
+def _held(ring: Ring, n: Array) -> Array:
+    """i32[B 1 P]: the slots in the ring's places after n i32[B] tokens, -1 where there is none."""
+    return ring.slots(n, jnp.full_like(n, ring.sinks))
+
+
+def _static(state: LayerState, slots: Array) -> Block:
+    """The static tokens, in slots i32[B 1 P]."""
+
+    def of(x: Array) -> Array:
+        return jnp.take_along_axis(x, jnp.broadcast_to(slots, (*x.shape[:2], slots.shape[2])), 2, mode="clip")
+
+    bias = None if state.bias is None else of(state.bias)
+    pos = jnp.where(slots >= 0, of(state.pos), -1)
+    return Block(memory.unpack(state.aux.k), memory.unpack(state.aux.v), pos, bias)
+
+
+def _logits(layer: Any, state: LayerState, q: Array) -> Array:
+    """f32[B K G T S]: products with all keys, computed where these lie, plus the slots' bias."""
+    if layer.k.bare:  # these come to the device to be rotated
+        s = scores(q, layer.keys(state.k, state.pos))
+    else:
+        s = layer.k.search(q, state.k)
+    return s if state.bias is None else s + state.bias[:, :, None, None]
+
+
+def _bytes(x: Sizes) -> Bytes:
+    return Bytes(2 * x.rows(1 + 2) + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
+
+
+@recipe(
+    "RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference",
+    Trial("retrieval_attention:topk=2,sinks=1,recent=2", "retrieval_attention:topk=100,sinks=1,recent=2", _bytes),
+    formula="a query reads s < sinks, s > t - recent, and of the others the topk of the largest q_t k_s",
+    differs="The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is "
+    "approximate, by an index that follows the distribution of queries.",
+    example="retrieval_attention:sinks=64,recent=256",
+)
+def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> Method:
+    """Keys and values lie on the host, where each query head's best keys are searched; exactly, without an index.
+
+    topk: keys that a query head finds (unverified: the paper's; Microsoft's code takes 2,000). sinks, recent: first and
+    last tokens, held on the device too and always read. The products of a search are computed by the host, and only
+    they and the rows found cross over. A prompt attends exactly.
+    """
+    return Method(k=Host(Plain()), v=Host(Plain()), read=HostSearch(topk, sinks, recent))

@@ -1,0 +1,91 @@
+"""RocketKV: SnapKV's selection of the prompt, and of what is left each step reads a part, found by a few channels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.decode.policy import at_least
+from kvjax.cache.method import Method
+from kvjax.cache.read.retrieve import Retrieve
+from kvjax.cache.select import scorers
+from kvjax.cache.select.select import selecting
+from kvjax.core.attention import NEG, scores, weights
+from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.quest import Box, Boxes
+from kvjax.methods.trial import Bytes, Sizes, Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid(Boxes):
+    """Boxes around pages, read in a `share` of the channels (RocketKV, Behnam et al. 2025, arXiv 2502.14051).
+
+    The channels are those of the greatest |q| in the mean over a key/value head's query heads; in each, all of them
+    take the side of the box that the sign of their sum prefers. A query head's score is a softmax over pages, at the
+    temperature of SparQ for the channels left out; the key/value head takes the mean.
+    """
+
+    size: int = 4
+    share: float = 0.25
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.share <= 1:
+            raise KvjaxError(f"channels must be a share of the head size in (0, 1], got {self.share}; 1 reads all")
+
+    def score(self, summary: Box, q: Array) -> Array:
+        size, up = jnp.abs(q.astype(jnp.float32)), q.astype(jnp.float32).sum(2, keepdims=True) > 0
+        chosen, zero = self._chosen(size), jnp.zeros((), q.dtype)
+        greatest = scores(jnp.where(chosen & up, q, zero), summary.high)
+        least = scores(jnp.where(chosen & ~up, q, zero), summary.low)
+        known = jnp.where(chosen, size, 0.0).sum(-1) / jnp.maximum(size.sum(-1), 1e-30)
+        return (greatest + least) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
+
+    def _chosen(self, size: Array) -> Array:
+        """bool[B K 1 T H]: the channels that are read, by the absolute queries f32[B K G T H]."""
+        H = size.shape[-1]
+        channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]
+        return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
+
+    def among(self, score: Array, candidates: Array) -> Array:
+        p, _, l = weights(jnp.where(candidates, score, NEG))
+        return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
+
+
+def _bytes(x: Sizes) -> Bytes:
+    slots = x.left(7)
+    boxes = 2 * x.rows(-(-slots // 2))
+    return Bytes(2 * x.rows(slots) + boxes + x.positions(slots, per_head=True) + x.per_row())
+
+
+@recipe(
+    "RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM",
+    Trial(
+        "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3",
+        "rocketkv:budget=100,topk=100,page=2,window=2,kernel=3",
+        _bytes,
+    ),
+    formula="score(page) = mean over query heads of softmax(sum over channels c of q_c M_c / t), M_c the page's max "
+    "or min by the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|",
+    differs="Whole pages are read instead of single tokens, and always the query's own; pages are as long from step to "
+    "step, whatever has come.",
+    example="rocketkv:budget=1024,topk=256",
+)
+def rocketkv(
+    budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63
+) -> Method:
+    """After the prompt each head keeps what SnapKV keeps, generously; a query then reads only the best pages of that.
+
+    budget, window, kernel: of the prompt, as in `snapkv`, with max pooling. topk: tokens that a query reads, in whole
+    pages, its own page included (TensorRT-LLM: 64 pages). page: tokens. channels: the share of the head size by which
+    pages are found (the authors shrink tokens and channels alike: 1 / page; TensorRT-LLM takes all). A prompt attends
+    exactly.
+    """
+    at_least("RocketKV", page=(page, 1))
+    if topk < 2 * page:
+        raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
+    select = selecting(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
+    return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))

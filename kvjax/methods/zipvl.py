@@ -1,0 +1,110 @@
+"""ZipVL: ZipCache's two tiers, with as many important tokens as it takes to keep most of a layer's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.hold.channels import Channels
+from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.separable import SeparableTokens
+from kvjax.cache.hold.tier import Tiers
+from kvjax.cache.method import Method
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.units import top
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.zipcache import Probes, tiers_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Unimportant(Tiers):
+    """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
+
+    The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
+    by the normalised scores. least, most: of all tokens, the important ones are at least and at most so many.
+    """
+
+    scorer: Probes
+    tau: float
+    k: Codec
+    v: Codec
+    least: float = 0.0
+    most: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.tau <= 1:
+            raise KvjaxError(f"tau must lie in (0, 1], got {self.tau}; it is a share of the attention, such as 0.97")
+        if not (0 <= self.least <= self.most <= 1 and self.most > 0):
+            raise KvjaxError(
+                f"0 <= least <= most <= 1 and most > 0 must hold, got least={self.least}, most={self.most}; 0 and 1 "
+                "leave the count as it is"
+            )
+
+    @property
+    def queries(self) -> int | None:
+        return self.scorer.queries
+
+    def body(self, kept: int) -> int:
+        return -part_of(self.most, -kept)  # rounded up
+
+    def room(self, kept: int) -> int:
+        return kept - part_of(self.least, kept)
+
+    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+        """Of equal scores the earlier ones go into the low tier."""
+        scores = self.scorer.scores(block, seen, layer.spec).kv
+        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        return top(-scores, block.pos >= 0, length - self.important(block, seen, layer.spec))
+
+    def important(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Array:
+        """i32[B]: how many tokens of each row are important."""
+        paid, _ = self.scorer.paid(block, self.scorer.asked(seen), spec)
+        falling = -jnp.sort(-over_heads.mean(paid.mean(2))[:, 0], -1)
+        before = jnp.cumsum(falling, -1) - falling  # what the tokens before it have together
+        count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
+        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        return jnp.clip(count, part_of(self.least, length), -part_of(self.most, -length))
+
+
+def _bytes(x: Sizes) -> Bytes:
+    """Of 9 prompt tokens, room for 7 (70 %, rounded up) in 4 bits and for 8 (all but 20 %, rounded down) in 2."""
+    return tiers_bytes(x, 7, 8)
+
+
+@recipe(
+    "ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256",
+    Trial("zipvl:every=3,least=0.2,most=0.7", "", _bytes),
+    formula="p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the "
+    "p tokens of the highest normalised attention in 4 bits, the others in 2",
+    differs="The prompt's own attention is exact, where the paper reads the important tokens alone: that choice comes "
+    "from the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most "
+    "bound the count. Without public code; unverified: tau, and that p counts attention before it is normalised.",
+    example="zipvl:least=0.2,most=0.6",
+)
+def zipvl(
+    tau: float = 0.97,
+    least: float = 0.0,
+    most: float = 1.0,
+    low: int = 2,
+    high: int = 4,
+    every: int = 100,
+    probes: float = 0.05,
+    normalise: str = "queries",
+    seed: int = 0,
+) -> Method:
+    """All tokens of a prompt in few bits, and in fewer those that a layer's attention can do without.
+
+    tau: the share of the attention that important tokens keep. least, most: bounds on their share of a head's tokens;
+    the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
+    is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
+    """
+    keys, values = Channels(low), SeparableTokens(low)
+    tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
+    return Method(apart=tier, k=Channels(high, every), v=SeparableTokens(high, every))

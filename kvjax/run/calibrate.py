@@ -1,0 +1,114 @@
+"""Tables calibrated on a text: a model reads it once, and each layer counts what a kind of table is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from kvjax.cache import given
+from kvjax.cache.contract import LayerSpec, Needs, Traits
+from kvjax.cache.tables import KINDS, Kind
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.catalogue import load_all
+from kvjax.models.model import Model
+from kvjax.run.calls import prefill
+from kvjax.run.plan import specs
+from kvjax.run.prompts import Prompts, token_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """A method whose state of a layer is what a kind of table counts of the prompts; it is never decoded with."""
+
+    kind: Kind
+    traits = Traits()
+
+    def bind(self, spec: LayerSpec) -> CountingLayer:
+        return CountingLayer(self.kind, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountingLayer:
+    """It bound to one layer."""
+
+    kind: Kind
+    spec: LayerSpec
+
+    @property
+    def needs(self) -> Needs:
+        """What the kind looks at."""
+        return Needs(queries=self.kind.queries, output=self.kind.output, hidden=self.kind.hidden)
+
+    def slots(self, prompt: int, room: int) -> int:
+        """None: no token is held."""
+        return 0
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+        """The statistics of the prompts, one set for each row."""
+        return self.kind.count(block.clean(), seen, self.spec)
+
+
+def kind_of(text: str) -> Kind:
+    """A kind of table from its name, as in "bases", with its parameters where it has some: "joint_bases:heads=2".
+
+    Raises KvjaxError for what there is not, with what there is.
+    """
+    load_all()  # the files of methods register the kinds that these need
+    name, _, given = text.partition(":")
+    if name not in KINDS:
+        raise KvjaxError(f"unknown kind of table {name!r}; there are {', '.join(sorted(KINDS))}")
+    pairs = [pair.partition("=") for pair in given.split(",") if pair]
+    known = {f.name for f in dataclasses.fields(KINDS[name])} if dataclasses.is_dataclass(KINDS[name]) else set()
+    for key, _, value in pairs:
+        if key not in known or not value.isdecimal():
+            has = " and ".join(f"{k}=NUMBER" for k in sorted(known)) or "no parameters"
+            raise KvjaxError(f"{text!r} is no kind of table: {name} has {has}")
+    return dataclasses.replace(KINDS[name], **{key: int(value) for key, _, value in pairs}) if pairs else KINDS[name]
+
+
+def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
+    """The arrays of each layer, by name, from documents (texts or lists of ids), read so many at a time.
+
+    A kind that brings documents of its own needs none, and does not look at these.
+    """
+    counting = Counting(kind_of(kind))
+    own = counting.kind.documents(model.config.vocab_size, model.config.max_positions)
+    if own is None and documents is None:
+        raise KvjaxError(f"a table of {kind} is counted on a text; give one, as with --text")
+    ids = token_ids(model, documents if own is None else own)
+    total: Any = None
+    for start in track(range(0, len(ids), rows), "calibrate", transient=True):
+        batch = ids[start : start + rows]
+        _, cache = prefill(model, batch, counting, capacity=max(map(len, batch)))
+        for row in range(len(batch)):
+            counted = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), cache.layers)
+            total = counted if total is None else jax.tree.map(counting.kind.join, total, counted)
+    made = [counting.kind.arrays(counted, spec) for counted, spec in zip(total, specs(model.config), strict=True)]
+    return [dict(layer) for layer in made]
+
+
+def calibrate(
+    model: Model, kind: str, out: str | Path, documents: Prompts | None, rows: int = 1, source: str = ""
+) -> Path:
+    """Writes a table of this kind for the model, counted on the documents; source: what the file says of its origin."""
+    layers, name = arrays(model, kind, documents, rows), kind.partition(":")[0]
+    return given.write(out, name, specs(model.config)[0], layers, source or f"kvjax calibrate {kind} {model.name}")
+
+
+def pieces(model: Model, text: str, tokens: int, context: int) -> Sequence[Sequence[int]]:
+    """The first `tokens` tokens of a text, in documents of `context` tokens; raises KvjaxError for too short a text."""
+    if context < 1 or tokens < context:
+        raise KvjaxError(f"tokens must be at least one context of {context} tokens, got {tokens}; raise tokens")
+    if context > model.config.max_positions:
+        raise KvjaxError(f"the model has {model.config.max_positions} positions, got a context of {context}; lower it")
+    ids = model.text_tokenizer().encode(text)
+    if len(ids) < tokens:
+        raise KvjaxError(f"the text has {len(ids)} tokens, and {tokens} were asked for; give a longer one")
+    return [ids[start : start + context] for start in range(0, tokens - context + 1, context)]

@@ -1,0 +1,47 @@
+"""Kinds of tables: those that ship with kvjax, and what a new kind needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import tables
+from kvjax.cache.given import FOLDER, Given
+from kvjax.cache.tables import KINDS, Kind, table
+from kvjax.core.types import KvjaxError
+from kvjax.methods.catalogue import load_all
+from kvjax.run.plan import specs
+from tests.contract import layer, test_devices
+
+load_all()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_table_ships_for_the_tests_layers_and_for_the_shipped_model(kind):
+    """Made by `python -m tests.contract.shipped_tables`."""
+    devices = dataclasses.replace(layer.spec(), kv_heads=test_devices.K)
+    for spec in (layer.spec(), devices, *specs(kvjax.load("testbed").config)):
+        assert Given("shipped", kind).of(spec) == {}  # it is found, and no array was asked for
+
+
+def test_no_table_ships_without_its_kind():
+    assert {folder.name for folder in FOLDER.iterdir()} == set(KINDS)
+
+
+def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
+    monkeypatch.setattr(tables, "KINDS", {})
+
+    @table("gates")
+    class Gates(Kind):
+        def example(self, spec, rng):
+            return {"gates": rng.random(spec.kv_heads)}
+
+    made = tables.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
+    assert made["gates"].shape == (layer.K,)
+    with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
+        tables.KINDS["gates"].count(None, None, layer.spec())
+    with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):
+        Gates.given("nowhere")

@@ -1,0 +1,40 @@
+"""LoCoCo in NumPy, float64, one head at a time, from its public code (VITA-Group/LoCoCo; arXiv 2406.05317)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.oracles.eviction import best
+
+
+def mixing(x, weight, bias) -> np.ndarray:
+    """Tokens [T C] under a convolution [M C w] with zeros beyond both ends -> softmax weights [M T]."""
+    M, _, w = weight.shape
+    out = np.zeros((M, len(x)))
+    for m in range(M):
+        for t in range(len(x)):
+            for i in range(w):
+                s = t + i - w // 2
+                if 0 <= s < len(x):
+                    out[m, t] += weight[m, :, i] @ x[s]
+            out[m, t] = max(out[m, t] + bias[m], 0)
+        out[m] = np.exp(out[m] - out[m].max())
+    return out / out.sum(1, keepdims=True)
+
+
+def compressed(k, v, scores, budget, recent, weight, bias, normalizer):
+    """Keys and values [T H], scores [T] -> (tokens whose slots are kept, ascending, keys, values [budget H])."""
+    T, M = len(k), len(weight)
+    if budget >= T:
+        return list(range(T)), k, v
+    newest = set(range(T - recent, T))
+    heavy = newest | set(best(scores.tolist(), budget - M - recent, newest))
+    others = [t for t in range(T) if t not in heavy]
+    p = mixing(np.concatenate([k, v], 1)[others], weight, bias)
+    anchors = best(scores.tolist(), M, heavy)
+    new_k, new_v = k.copy(), v.copy()
+    for m, t in enumerate(anchors):
+        new_k[t] = (1 - normalizer) * k[t] + normalizer * p[m] @ k[others]
+        new_v[t] = (1 - normalizer) * v[t] + normalizer * p[m] @ v[others]
+    stays = sorted(heavy | set(anchors))
+    return stays, new_k[stays], new_v[stays]

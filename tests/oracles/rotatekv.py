@@ -1,0 +1,49 @@
+"""RotateKV in NumPy, float64, from its authors' code (arXiv 2501.16383): one row, one token at a time."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from tests.oracles.rows import sylvester
+
+
+def coded(x: np.ndarray, bits: int, clip: float) -> tuple[list[int], int, float]:
+    """A group [g] -> (its codes, the zero point, the size of a step, which is held in bfloat16)."""
+    top, least, most = 2**bits - 1, x.min() * clip, x.max() * clip
+    scale = max((most - least) / top, max(abs(least), abs(most)) / 2**14, 1e-30)
+    scale = float(ml_dtypes.bfloat16(scale))
+    zero = round(-least / scale)
+    return [min(max(round(y / scale) + zero, 0), top) for y in x.tolist()], zero, scale
+
+
+def read(codes: list[int], zero: int, scale: float) -> np.ndarray:
+    """What such codes stand for."""
+    return (np.array(codes, np.float64) - zero) * scale
+
+
+def value(v: np.ndarray, bits: int, clip: float) -> np.ndarray:
+    """A value [H] through its codes."""
+    turn = sylvester(len(v))
+    return turn @ read(*coded(turn @ v, bits, clip))
+
+
+def order_of(mean: np.ndarray, heads: int) -> np.ndarray:
+    """The order of a layer's rotated channels, by any multiple of the mean bare key [K H]."""
+    return np.argsort(rotated(mean, heads), kind="stable")
+
+
+def rotated(k: np.ndarray, heads: int) -> np.ndarray:
+    """A bare key of all heads [K H] -> its channels [K*H], each group of heads rotated."""
+    groups = k.reshape(-1, heads * k.shape[1])
+    return (groups @ sylvester(groups.shape[1])).ravel()
+
+
+def key(k: np.ndarray, order: np.ndarray, heads: int, bits: int, clip: float) -> np.ndarray:
+    """A bare key [K H] through its codes, in groups of H places."""
+    K, H = k.shape
+    placed = rotated(k, heads)[order].reshape(K, H)
+    held = np.empty(K * H)
+    held[order] = np.concatenate([read(*coded(group, bits, clip)) for group in placed])
+    groups = held.reshape(-1, heads * H)
+    return (groups @ sylvester(heads * H)).reshape(K, H)

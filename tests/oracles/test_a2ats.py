@@ -1,0 +1,77 @@
+"""A2ATS against its oracle: the codebook that queries weigh, windowed RoPE, and what is fetched."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.read import codebook
+from kvjax.core import memory
+from kvjax.core.types import KvjaxError
+from kvjax.methods.a2ats import Codewords
+from tests.contract import layer
+from tests.oracles import a2ats as oracle
+
+SMALL = "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8"
+
+
+def test_by_hand_queries_say_which_keys_are_alike():
+    """Queries look at the first channel only: keys 1 and 3 share a codeword there, however far apart they are."""
+    keys, moment = np.array([[0.0, 0], [5, 9], [1, 0], [6, -9]]), np.diag([4.0, 0])
+    words, code = oracle.codebook(keys, oracle.root(moment), 2, 3)
+    assert code == [0, 1, 0, 1]
+    np.testing.assert_allclose(words, [[0.5, 0], [5.5, 0]])
+    x, real = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
+    weights = jnp.asarray(moment, jnp.float32)[None, None]
+    found = codebook.fitted(x, real, weights, 2, 3)
+    np.testing.assert_allclose(found[0, 0], words, atol=1e-6)
+    for at_once in (4, 3):
+        assert codebook.nearest(x, found, weights, at_once=at_once).ravel().tolist() == code
+
+
+@pytest.mark.parametrize("changes", ["", ",recent=0,sinks=0,rounds=1"])
+def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
+    d, method = layer.data(), kvjax.parse("a2ats:topk=3,words=4,distance=8" + (changes or ",recent=2,sinks=1"))
+    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    settings = {"recent": 0, "sinks": 0, "rounds": 1} if changes else {"recent": 2, "sinks": 1}
+    for b, n in enumerate(map(int, d.lengths)):
+        for h in range(layer.K):
+            q, k, v = (np.asarray(x[b, h][..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
+            want = oracle.a2ats(q, k, v, n, topk=3, words=4, distance=8, **settings)
+            np.testing.assert_allclose(out[b, h], want, atol=1e-5)
+
+
+def test_ragged_chunks_are_single_steps():
+    """Row b brings counts[b] tokens in one call and then the others; the row of one token opens codewords meanwhile."""
+    d, bound = layer.data(), layer.bound(SMALL)
+    want, state, done = layer.run(SMALL, d), layer.prefill(bound, d), np.zeros(3, np.int32)
+    for counts in ([4, 1, 2], [3, 4, 4]):
+        fresh = layer.cut_short(layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
+        out, state = layer.extend(bound, 4)(state, fresh)
+        for b, (start, count) in enumerate(zip(done, counts, strict=True)):
+            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
+        done += np.array(counts, np.int32)
+
+
+def test_numbers_of_codewords_take_one_byte_or_two():
+    codes = jnp.asarray([[[3, 0]]], jnp.int32)
+    stored = [memory.pack(Codewords(words)._stored(codes)) for words in (256, 257)]
+    assert [buffer.data.dtype.itemsize for buffer in stored] == [1, 2]
+    for buffer in stored:
+        np.testing.assert_array_equal(memory.unpack(buffer)[..., 0], codes)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a2ats:topk=0", "topk of A2ATS must be at least 1, got 0"),
+        ("a2ats:words=0", "words of A2ATS must be at least 1, got 0"),
+        ("a2ats:words=70000", "use 65536 or fewer"),
+        ("a2ats + quest", "both fill the slot `read`"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(text, why):
+    with pytest.raises(KvjaxError, match=why):
+        layer.bound(text)

@@ -1,0 +1,78 @@
+"""ArkVale against the paper, its digests while pages grow, and its errors."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.core import memory
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.arkvale import TightBoxes, arkvale
+from tests.contract import layer
+from tests.oracles import arkvale as oracle
+
+SMALL = "arkvale:budget=6,page=2,sinks=1,window=1,device_layers=0"
+unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isinstance(x, memory.Buffer))
+
+
+def test_it_equals_the_paper_whatever_lies_in_empty_slots():
+    d, bound = layer.data(), layer.bound(SMALL)
+    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    want = [
+        oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
+        for q, k, v, n in rows
+    ]
+    got = layer.run(SMALL, d)
+    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
+    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+
+
+def test_a_page_of_three_keys_by_hand():
+    keys = jnp.array([0.0, 2.0, 4.0]).reshape(1, 1, 3, 1)
+    index = TightBoxes(3)
+    digests = unpacked(index.build(Block(keys, keys, jnp.arange(3, dtype=jnp.int32)[None, None])))
+    np.testing.assert_allclose([digests.box.low.item(), digests.box.high.item()], [2 - 4 / 3, 2 + 4 / 3], rtol=1e-6)
+    np.testing.assert_allclose(index.score(digests, jnp.ones((1, 1, 1, 1, 1))).item(), 10 / 3, rtol=1e-6)
+    assert oracle.promise(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
+
+
+def tokens(d: layer.Data, first, count, width: int, padding: float) -> Block:
+    """Of each row `count` tokens from `first` on, and `padding` behind them."""
+    at = np.arange(width)[None]
+    pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
+    take = jnp.maximum(pos, 0)[:, None, :, None]
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
+    return Block(k, v, pos[:, None])
+
+
+def test_pages_that_grow_have_the_digests_of_pages_at_once():
+    d, size, S = layer.data(), 4, 17
+    n = d.lengths
+    build, write = (jax.jit(f, compiler_options=layer.QUICK) for f in (TightBoxes(size).build, TightBoxes(size).write))
+    aux = build(tokens(d, 0 * n, n, S, np.inf))
+    for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
+        fresh = tokens(d, n, count, 5, np.nan)
+        aux, n = write(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        got, want = unpacked(aux), unpacked(build(tokens(d, 0 * n, n, S, 1e4)))
+        for b, pages in enumerate(n // size):  # an unfinished page is never scored
+            for x, y in zip(got.box, want.box, strict=True):
+                np.testing.assert_allclose(x[b, :, :pages], y[b, :, :pages], atol=1e-6)
+            growing = int(n[b]) % size
+            np.testing.assert_array_equal(got.growing[b, :, :growing], want.growing[b, :, :growing])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: arkvale(budget=127), "budget=127 of ArkVale leaves no page .* use budget=128 or more"),
+        (lambda: arkvale(page=0), "page of ArkVale must be at least 1, got 0"),
+        (lambda: arkvale(window=0), "window of ArkVale must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

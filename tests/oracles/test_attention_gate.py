@@ -1,0 +1,120 @@
+"""Attention-Gate against its oracle: gates, free numbers of tokens under a budget, and calibrated gates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import given
+from kvjax.cache.given import Given
+from kvjax.cache.select.gates import Gates, attended
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.attention_gate import Gate
+from tests.contract import layer
+from tests.oracles import attention_gate as oracle
+from tests.oracles import eviction
+
+SPEC = layer.spec()
+TABLE = Gates().example(SPEC, np.random.default_rng(3))
+
+
+def written(path, **changed: np.ndarray) -> str:
+    return str(given.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
+
+
+def shown(d: layer.Data, padding: float = 0.0) -> tuple[Block, Obs]:
+    """The prompts, and what the battery shows of them."""
+    q, block = layer.prompt(d, padding)
+    hidden = np.where(np.isfinite(block.v[:, :1, :, : layer.D]), np.tanh(block.v[:, :1, :, : layer.D]), np.inf)
+    return block, Obs(q, block.pos[:, 0], hidden=hidden.astype(np.float32))
+
+
+def by_oracle(d: layer.Data, b: int) -> np.ndarray:
+    x = shown(d)[1].hidden[b, 0, : d.lengths[b]].astype(np.float64)
+    return oracle.logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
+
+
+def test_the_example_by_hand():
+    """Hidden states 1 and 0, logits of the first ln 3 and 0: it mixes 3 parts to 1, the other token 1 to 1."""
+    w = np.full((1, 1, 1), np.sqrt(np.log(3)))
+    got = oracle.logits(np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0]))
+    np.testing.assert_allclose(got, [[1.0, 0.0]])  # 3 / 4 of 4, and 1 / 2 of 4, less 2
+    assert oracle.kept(got, 0.5, 2, 0, 0) == [[0]]
+    hidden, pos = np.array([1.0, 0.0], np.float32).reshape(1, 1, 2, 1), np.arange(2, dtype=np.int32)[None]
+    w = w.astype(np.float32)
+    np.testing.assert_allclose(attended(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
+
+
+def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
+    d, gate = layer.data(2), Gate(Given(written(tmp_path), "attention_gate"))
+    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).kv, compiler_options=layer.QUICK)
+    for padding in (0.0, np.inf):
+        got = np.asarray(scored(*shown(d, padding)))
+        for b, n in enumerate(d.lengths):
+            np.testing.assert_allclose(got[b, :, :n], by_oracle(d, b), atol=1e-4)
+            assert (got[b, :, n:] == -np.inf).all()
+
+
+@pytest.mark.parametrize(("budget", "threshold"), [(9, 0.5), (4, 0.2)])
+def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, threshold):
+    d = layer.data(2)
+    text = f"attention_gate:budget={budget},threshold={threshold},sinks=1,recent=1,page=4,table={written(tmp_path)}"
+    bound = layer.bound(text)
+    held = np.asarray(bound.positions(layer.prefill(bound, d)))
+    numbers = set()
+    for b in range(layer.B):
+        got = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
+        assert got == oracle.kept(by_oracle(d, b), threshold, budget, 1, 1)
+        numbers |= {len(head) for head in got}
+    assert len(numbers) > 2
+
+
+def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
+    """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
+    d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 9], np.int32))
+    kind, (block, seen) = Gates(keep=40, channels=4, ridge=20), shown(d)
+    count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC), compiler_options=layer.QUICK)
+    counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
+    made = kind.arrays(counted, SPEC)
+    x, stays, scales = [], [[] for _ in range(layer.K)], []
+    for b in (0, 2):
+        q, k = (np.asarray(y[b, ..., :9, :], np.float64) for y in (d.q, d.k))
+        hidden = np.asarray(seen.hidden[b, 0, :9], np.float64)
+        scales.append((32 * np.sqrt(4) / np.square(hidden).sum(1).mean()) ** 0.5)
+        near = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
+        pays = np.exp(near @ near.T / np.sqrt(4))
+        x.append((pays / pays.sum(1, keepdims=True) @ hidden)[:5])
+        received = eviction.attention(q, k)[:, :, 5:, :5].sum((1, 2))
+        for head in range(layer.K):
+            best = eviction.best(received[head].tolist(), 2)
+            stays[head] += [t in best for t in range(5)]
+    np.testing.assert_allclose(made["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
+    for head in range(layer.K):
+        direction, offset = oracle.discriminant(np.concatenate(x), np.array(stays[head]), 20)
+        np.testing.assert_allclose(made["value"][0] @ made["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(made["bias"][head], offset, rtol=2e-3, atol=1e-3)
+
+
+def test_what_cannot_be_says_so(tmp_path):
+    for threshold in (-0.1, 1.0):
+        with pytest.raises(KvjaxError, match=f"0 <= threshold < 1, got {threshold}"):
+            kvjax.zoo.attention_gate(threshold=threshold)
+    narrow = {name: TABLE[name][:, :5] for name in ("query", "key", "value")}
+    gate = Gate(Given(written(tmp_path, **narrow), "attention_gate"))
+    with pytest.raises(
+        KvjaxError, match="read hidden states of 5 channels, and the model has 8; make a table for this"
+    ):
+        gate.scores(*shown(layer.data()), SPEC)
+    for wrong, says in (
+        ({"keep": 100}, "keep is how many of a hundred"),
+        ({"channels": 0}, "must be at least 1, got 0"),
+    ):
+        with pytest.raises(KvjaxError, match=says):
+            Gates(**wrong)
+    with pytest.raises(KvjaxError, match=r"each head would keep \[0, 1\] of 3 tokens that are asked, none or all"):
+        Gates().arrays({"kept": np.array([0.0, 1]), "tokens": np.array([3.0])}, SPEC)

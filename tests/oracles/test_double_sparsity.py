@@ -1,0 +1,105 @@
+"""Double Sparsity against its paper, its channels, and its labels in few bits."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import given
+from kvjax.core import memory
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.double_sparsity import LabelChannels, double_sparsity
+from tests.contract import layer
+from tests.oracles import double_sparsity as oracle
+
+SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
+
+
+def rows(d: layer.Data) -> list[tuple]:
+    """(q, k, v, prompt) of each row, float64."""
+    every = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    return [
+        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in every
+    ]
+
+
+def test_it_equals_the_paper_whatever_lies_in_empty_slots():
+    d, bound = layer.data(), layer.bound(SMALL)
+    got = layer.run(SMALL, d)
+    want = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in rows(d)])
+    np.testing.assert_allclose(got, want, atol=5e-6)
+    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+
+
+def test_channels_are_those_of_each_rows_and_heads_own_prompt():
+    d = layer.data()
+    found = layer.prefill(layer.bound(SMALL), d).aux.channels
+    for b, (q, k, _, n) in enumerate(rows(d)):
+        for h in range(layer.K):
+            np.testing.assert_array_equal(found[b, h], oracle.channels(q[h, :, :n], k[h, :n], 8))
+
+
+def test_a_table_says_which_channels_labels_have(tmp_path):
+    order = np.stack([np.random.default_rng(h).permutation(layer.H) for h in range(layer.K)]).astype(np.int32)
+    table = given.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
+    state = layer.prefill(layer.bound(f"{SMALL},table={table}"), layer.data())
+    np.testing.assert_array_equal(state.aux.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
+    np.testing.assert_array_equal(
+        memory.unpack(state.aux.k),
+        jnp.take_along_axis(
+            memory.unpack(state.k), jnp.broadcast_to(order[None, :, None, :8], (layer.B, layer.K, 1, 8)), 3
+        ),
+    )
+
+
+def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
+    k = jnp.array([[9.0, 1], [1, 2], [1, 2]])[None, None]
+    q = jnp.ones((1, 1, 1, 3, 2))
+    seen = Obs(q, jnp.arange(3, dtype=jnp.int32)[None])
+    for left, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
+        pos = jnp.array(left, jnp.int32)[None, None]
+        held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(left)], jnp.inf)
+        assert LabelChannels(2).fit(Block(held, held, pos), seen).channels.item() == channel
+
+
+def test_by_hand_two_channels_of_four_find_the_token():
+    """|q k| is largest in channels 1 and 3, by which token 1 is best; by all channels it would be token 0."""
+    k = jnp.array([[9.0, 1, 0, 1], [0, 2, 0, 2]])[None, None]
+    q = jnp.array([[0.1, 3.0, 0.1, 3.0], [0.1, 3.0, 0.1, 3.0]])[None, None, None]
+    index = LabelChannels(2)
+    labels = index.fit(Block(k, k, jnp.arange(2, dtype=jnp.int32)[None, None]), Obs(q, jnp.arange(2)[None]))
+    assert sorted(labels.channels.ravel().tolist()) == [1, 3]
+    asked = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
+    np.testing.assert_allclose(index.score(index.load(labels), asked).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
+
+
+def test_labels_in_eight_bits_score_nearly_alike():
+    d = layer.data()
+    states = [layer.prefill(layer.bound(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
+    q = d.q[:, :, :, :1]
+    exact, coded = (
+        LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.aux), q)
+        for bits, state in zip((16, 8), states, strict=True)
+    )
+    np.testing.assert_allclose(coded[..., :1], exact[..., :1], atol=0.1)
+    assert not np.array_equal(coded[..., :1], exact[..., :1])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: double_sparsity(heavy=1), "heavy of Double Sparsity must be at least 2, got 1"),
+        (lambda: double_sparsity(factor=0), "factor of Double Sparsity must be at least 1, got 0"),
+        (lambda: double_sparsity(bits=7), "got 7"),
+        (
+            lambda: layer.prefill(layer.bound("double_sparsity:factor=5,device_layers=0"), layer.data()),
+            "another factor",
+        ),
+        (lambda: layer.prefill(layer.bound("double_sparsity:bits=4,device_layers=0"), layer.data()), "or bits=16"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

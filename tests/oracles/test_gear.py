@@ -1,0 +1,134 @@
+"""GEAR against its oracle, and what must hold for codes with outliers and a low-rank residual."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.hold.channels import Channels
+from kvjax.cache.hold.codecs import Host
+from kvjax.cache.hold.outliers import ByChannel, ByToken
+from kvjax.cache.hold.residual import Residual
+from kvjax.cache.hold.tokens import Tokens
+from kvjax.core.types import KvjaxError
+from tests.contract import layer
+from tests.oracles import gear as oracle
+from tests.oracles.held import attended
+
+
+@pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])
+def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
+    """A share of 0.25 leaves chunks of three tokens without outliers in channels; one of 0.7 finds two in four."""
+    text = f"gear:bits=2,rank=2,later=1,share={share},every={every}"
+    d, dirty = layer.data(), layer.data(padding=np.inf)
+    out = layer.run(text, d, state=layer.prefill(layer.bound(text), dirty, padding=np.inf))
+
+    def hold(axis):
+        return lambda x, n: oracle.held(x, n, axis, 2, (2, 1), share, every)
+
+    np.testing.assert_allclose(out, attended(d, hold("channel"), hold("token")), atol=2e-5)
+
+
+def codec_of(axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1) -> Residual:
+    if axis == "channel":
+        return Residual(Channels(bits, every), ByChannel(share), rank, later)
+    return Residual(Tokens(bits, every), ByToken(share), rank, later)
+
+
+def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
+    """Rows of six and of four tokens, and positions; behind the last one lies infinity."""
+    pos = np.where(np.arange(S)[None] < np.array([[6], [4]]), np.arange(S)[None], -1)
+    x = np.random.default_rng(0).normal(size=(2, 2, S, H)).astype(np.float32)
+    return np.where(pos[:, None, :, None] < 0, np.inf, x), jnp.asarray(pos, jnp.int32)[:, None]
+
+
+@functools.cache
+def encoded(codec: Residual) -> np.ndarray:
+    """What a prompt comes back as."""
+    x, pos = tokens()
+    run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)), compiler_options=layer.QUICK)
+    return np.asarray(run(jnp.asarray(x)))
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_outliers_come_back_bit_for_bit(axis):
+    x, back, exact = tokens()[0], encoded(codec_of(axis)), 0
+    for b, n in enumerate((6, 4)):
+        for h in range(2):
+            vectors, found = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, back))
+            for vector, got in zip(vectors, found, strict=True):
+                out = oracle.outliers(vector.astype(np.float64), 0.5)
+                np.testing.assert_array_equal(got[out], vector[out])
+                exact += len(out)
+    assert exact >= 40
+
+
+def error(codec: Residual) -> float:
+    """The sum of squares of what a prompt loses."""
+    x, pos = tokens()
+    return float(np.square(encoded(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())
+
+
+def test_the_error_falls_with_the_rank_and_is_none_where_all_are_directions_or_outliers():
+    errors = [error(codec_of("channel", share=0.0, rank=rank)) for rank in (1, 6)]
+    assert errors[0] > 0.1 and errors[1] < 1e-9
+    assert error(codec_of("token", share=1.0)) == 0
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
+    """Rows of six and of four tokens, and four more of each: a chunk of three, and one token over."""
+    codec, pos = Host(codec_of(axis, share=0.7)), tokens()[1]
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 12, 6)), jnp.float32)
+    n = (pos >= 0).sum(2, dtype=jnp.int32)
+
+    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    def run(x, idx):
+        def step(stored, t):
+            new = jnp.take_along_axis(x, (n + t)[:, :, None, None], 2)
+            return codec.write(stored, new, n + t), None
+
+        stored = jax.lax.scan(step, codec.encode(x, pos), jnp.arange(4, dtype=jnp.int32))[0]
+        return codec.decode(stored), codec.rows(stored, idx)
+
+    idx = jnp.asarray([[[9, 0, 4], [7, 7, 2]], [[7, 1, 0], [3, 5, 6]]], jnp.int32)
+    decoded, rows = run(x, idx)
+    np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))
+    for b, count in enumerate((6, 4)):
+        for h in range(2):
+            known = np.asarray(x[b, h, : count + 4], np.float64)
+            want = oracle.held(known, count, axis, 2, (2, 1), 0.7, 3)
+            np.testing.assert_allclose(decoded[b, h, : count + 4], want, atol=1e-5)
+
+
+def test_by_hand_an_outlier_widens_no_scale():
+    """Of 0, 1, 2 and 100 the ends are exact; in the codes the mean, 25.75, takes their place, and L has the error."""
+    x, pos = jnp.asarray([[[[0.0, 1.0, 2.0, 100.0]]]]), jnp.zeros((1, 1, 1), jnp.int32)
+    codec = codec_of("token")
+
+    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    def run(x):
+        return *ByToken(0.5).found(x, pos >= 0), codec.decode(codec.encode(x, pos))
+
+    out, others, back = run(x)
+    assert out[0, 0, 0].tolist() == [True, False, False, True]
+    np.testing.assert_allclose(others[0, 0, 0], [25.75, 1.0, 2.0, 25.75])
+    np.testing.assert_allclose(back[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
+    assert ByChannel(0.02).places(2048) == 40 and ByChannel(0.02).places(20) == 0
+
+
+def test_what_has_no_meaning_is_refused():
+    for text, why in {
+        "gear:rank=0": "ranks must be 1 or more",
+        "gear:share=2": "share must lie in",
+        "gear:bits=5": "bits must be one of",
+        "gear:every=-1": "every must be 0 or more",
+        "gear + h2o": "slot `k`",
+        "gear + int4": "both fill the slot `k`",
+    }.items():
+        with pytest.raises(KvjaxError, match=why):
+            layer.bound(text)

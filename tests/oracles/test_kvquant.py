@@ -1,0 +1,123 @@
+"""KVQuant against its oracle: levels, outliers of channels and tokens, chunks, the exact first token, given levels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import given
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.hold.nonuniform import Levels, NonUniform, fitted, normal_float, normed
+from kvjax.cache.hold.sparse import Sparse
+from kvjax.core.types import KvjaxError
+from kvjax.methods.kvquant import OfChannels, OfTokens
+from tests.contract import layer
+from tests.oracles import kvquant as oracle
+from tests.oracles.held import attended
+from tests.oracles.online import rope
+
+
+def test_the_levels_of_four_bits_are_nf4():
+    np.testing.assert_allclose(normal_float(4), oracle.NF4, atol=1e-6)
+    for bits in (2, 3, 8):
+        levels = normal_float(bits)
+        assert len(levels) == 2**bits and (np.diff(levels) > 0).all() and 0 in levels
+        assert levels[0] == -1 and levels[-1] == 1
+
+
+def test_the_example_by_hand():
+    """Of 0, 1, 2, 3, 4, 100 both ends are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
+    x = np.array([0.0, 1, 2, 3, 4, 100])
+    np.testing.assert_allclose(oracle.vector(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
+
+
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
+    d, method, levels = layer.data(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
+    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+
+    def keys(x: np.ndarray, prompt: int) -> np.ndarray:
+        at = np.arange(len(x))
+        return rope(oracle.held(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
+
+    def values(x: np.ndarray, prompt: int) -> np.ndarray:
+        return oracle.held(x, prompt, "token", levels, 0.01, 4, 1)
+
+    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+
+
+@pytest.mark.parametrize(("axis", "outliers", "share"), [("channel", OfChannels, 0.5), ("token", OfTokens, 0.0)])
+def test_what_is_held_is_the_oracles(axis, outliers, share):
+    """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; a row may hold any finite number."""
+    codec, lengths, S, H = Sparse(NonUniform(3, 4, axis), outliers(share)), np.array([13, 2, 0]), 22, 32
+    x = np.random.default_rng(0).normal(size=(3, 2, S, H))
+    x[0, 0, 3], x[0, 1, :, 5], x[1, 1] = 1e30, 0.0, 7.0
+    x = x.astype(np.float32)
+    slot = np.arange(S)[None]
+    pos = jnp.asarray(np.where(slot < lengths[:, None], slot, -1), jnp.int32)[:, None]
+    dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
+
+    def step(stored, t):
+        at = jnp.asarray(lengths, jnp.int32)[:, None] + t
+        return codec.write(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
+
+    def run(dirty):
+        last = jax.lax.scan(step, codec.encode(dirty, pos), jnp.arange(9, dtype=jnp.int32))[0]
+        some = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
+        return codec.decode(last), codec.rows(last, some)
+
+    every, some = map(np.asarray, jax.jit(run, compiler_options=layer.QUICK)(dirty))
+    np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])
+    levels = normal_float(3).astype(float)
+    for b, n in enumerate(map(int, lengths)):
+        for h in range(2):
+            want = oracle.held(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
+            np.testing.assert_allclose(every[b, h, : n + 9], want, rtol=1e-5, atol=1e-6)
+
+
+def test_levels_are_fitted_by_weight_and_normed():
+    """Numbers without weight move no level; Q-Norm restores mean and deviation."""
+    x, weight = np.array([-1.0, -0.8, 0.0, 0.1, 0.2, 1.0]), np.array([1.0, 3, 0, 1, 1, 2])
+    levels = fitted(x, weight, 1)
+    np.testing.assert_allclose(levels, [-0.85, 2.3 / 4])
+    held = normed(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
+    np.testing.assert_allclose([held.mean(), held.std()], [x.mean(), x.std()])
+
+
+def test_a_table_gives_each_layers_levels(tmp_path):
+    spec, near = layer.spec(), np.array([-1.0, -0.2, 0.4, 1])
+    table = {"keys": np.stack([near, near * 2]).astype(np.float32), "values": np.zeros((2, 4), np.float32)}
+    path = str(given.write(tmp_path / "levels", "levels", spec, [table]))
+    codec = NonUniform(2, 4, "token", Levels.given(path), "keys").at(spec)
+    x = jnp.asarray([[0.0, 3, 5, 8, 10] + [10] * 27])[None, None]
+    read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]
+    np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)
+    with pytest.raises(KvjaxError, match=r"`0.keys` of .* has shape \(2, 4\), expected \(2, 8\)"):
+        layer.bound(f"kvquant:bits=3,table={path}")
+
+
+def test_bytes_are_the_papers_and_the_ranges():
+    """Of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on each vector's two sides."""
+    bound = layer.bound("kvquant:bits=3,every=128", head_dim=128)
+    x, pos = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 256), jnp.int32)
+    k, v = (state_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))
+    codes, recent, first, lengths = 256 * 128 * 3 // 8, 128 * 128 * 2, 128 * 2, 8
+    assert k == codes + recent + first + lengths + 3 * 2 * 128 * 2 + (4 + 2 + 2) * 128 * (4 + 2)
+    assert v == codes + recent + first + lengths + 256 * 2 * 2 + 256 * 2 * (1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("kvquant:bits=1", "bits must be one of 2, 3, 4, 8, got 1"),
+        ("kvquant:first=-1", "must be 0 or more, got -1"),
+        ("kvquant:outliers=1.5", "share"),
+        ("kvquant:table=no/such", "no table of levels can be read"),
+        ("kvquant + h2o", "slot `decode`"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(text, why):
+    with pytest.raises(KvjaxError, match=why):
+        layer.bound(text)

@@ -1,0 +1,115 @@
+"""Locret against its oracle: scores, what stays, and the calibrated heads."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.cache import given
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.select.retaining import RetainingHeads, as_released, by_head
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.locret import Retaining
+from tests.contract import layer
+from tests.oracles import eviction
+from tests.oracles import locret as oracle
+
+SPEC = layer.spec()
+FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
+COLUMNS = (layer.K * layer.G + 2 * layer.K) * layer.H
+
+
+@functools.cache
+def weights(hidden: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return tuple(rng.normal(size=s).astype(np.float32) / 4 for s in ((hidden, COLUMNS), (layer.K, hidden)))
+
+
+def written(path, fc1, fc2, spec=SPEC) -> str:
+    return str(given.write(path / "table", "locret", spec, [{"fc1": fc1, "fc2": fc2}]))
+
+
+@functools.cache
+def compiled(table: str, spec: LayerSpec = SPEC):
+    """The scorer with a table as a program."""
+    scorer = Retaining(Given(table, "locret"))
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv, compiler_options=layer.QUICK)
+
+
+def row(d: layer.Data, b: int) -> tuple[np.ndarray, ...]:
+    """Queries, keys and values of one prompt."""
+    n = int(d.lengths[b])
+    return tuple(np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+
+
+def test_the_example_by_hand(tmp_path):
+    """One token at position 0: its query (1, 0), key (0, 2) and value (3, 0) give 1 + 2 and 3 to the hidden units."""
+    fc1, fc2 = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], np.float32), np.array([[2, -1]], np.float32)
+    want = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
+    np.testing.assert_allclose(oracle.network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [want])
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=Rope(2))
+    q, k, v = (np.array(x, np.float32).reshape(1, 1, 1, 2) for x in ((1, 0), (0, 2), (3, 0)))
+    pos = np.zeros((1, 1), np.int32)
+    got = compiled(written(tmp_path, fc1, fc2, spec), spec)(Block(k, v, pos[:, None]), Obs(q[:, :, None], pos))
+    np.testing.assert_allclose(got, [[[want]]], rtol=1e-6)
+
+
+def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_tokens(tmp_path):
+    d, (fc1, fc2) = layer.data(3), weights()
+    table = written(tmp_path, fc1, fc2)
+    for padding in (0.0, np.inf):
+        q, block = layer.prompt(d, padding)
+        got = np.asarray(compiled(table)(block, Obs(q, block.pos[:, 0])))
+        for b, n in enumerate(d.lengths):
+            np.testing.assert_allclose(got[b, :, :n], oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), atol=2e-5)
+            assert (got[b, :, n:] == -np.inf).all()
+    held = layer.prefill(layer.bound(f"locret:budget=5,recent=2,table={table}"), d, padding=np.inf).pos
+    for b in range(layer.B):
+        want = eviction.kept(oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
+        assert [sorted(p for p in head.tolist() if p >= 0) for head in held[b]] == want
+
+
+def test_released_weights_come_back_as_they_were():
+    fc1 = weights()[0]
+    np.testing.assert_array_equal(as_released(by_head(fc1, SPEC), SPEC), fc1)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
+    d, spec, kind = layer.data(4), layer.spec(window), RetainingHeads(ridge=50)
+    q, block = layer.prompt(d)
+    # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
+    count = jax.jit(lambda block, seen: kind.count(block, seen, spec), compiler_options=layer.QUICK)
+    counted = count(block, Obs(q, block.pos[:, 0]))
+    made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
+    x, y = [], []
+    for b in range(layer.B):
+        target = oracle.targets(*row(d, b)[:2], window)
+        asked = np.isfinite(target).all(0)
+        x.append(oracle.inputs(*row(d, b), FREQUENCIES)[: len(asked)][asked])
+        y.append(target[:, asked])
+    assert [len(part) for part in x] == [5 if window is None else 4, 0, 3]  # token 0 has left the window
+    linear = oracle.regression(np.concatenate(x), np.concatenate(y, 1), 50)
+    for token in np.concatenate(x):
+        got = oracle.network(token, made["fc1"].astype(np.float64), made["fc2"])
+        np.testing.assert_allclose(got, linear @ token, rtol=1e-3, atol=1e-3)
+
+
+def test_what_cannot_be_says_so(tmp_path):
+    fc1, fc2 = weights()
+    block = layer.prompt(layer.data())[1]
+    with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
+        Retaining(Given(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
+    wrong = Retaining(Given(written(tmp_path, fc1[:, 1:], fc2), "locret"))
+    with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
+        wrong.scores(block, Obs(layer.data().q, block.pos[:, 0]), SPEC)
+    with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):
+        RetainingHeads(ridge=0)
+    with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):
+        RetainingHeads().arrays({"tokens": np.zeros((1, 1))}, SPEC)

@@ -1,0 +1,196 @@
+"""Methods that hold coordinates along given directions: MatryoshkaKV, CSKV, merged heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import given
+from kvjax.cache.hold.bases import Bases
+from kvjax.cache.hold.lowrank import Fitted, FromTable
+from kvjax.cache.hold.recent import Recent
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from tests.contract import layer
+from tests.oracles import lowrank as oracle
+
+K, H = layer.K, layer.H
+
+
+@functools.cache
+def random_table(kind: str, groups: int, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Orthonormal bases of nothing in particular, with means that are not zero."""
+    rng, channels = np.random.default_rng(3), K * H // groups
+    means = {f"{name}_mean": rng.normal(size=(groups, channels)).astype(np.float32) for name in names}
+    return {name: oracle.directions(rng, groups, channels) for name in names} | means
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Writes a table of a kind: (its path, its arrays)."""
+
+    def write(kind: str, groups: int, *names: str) -> tuple[str, dict[str, np.ndarray]]:
+        arrays = random_table(kind, groups, names)
+        return str(given.write(tmp_path / kind, kind, layer.spec(), [arrays])), arrays
+
+    return write
+
+
+def run(method: str) -> np.ndarray:
+    """All steps, after prompts beyond whose ends lies infinity."""
+    d = layer.data()
+    return layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+
+
+def test_by_hand(tmp_path):
+    """Of (3, 0), less the mean (1, 0), the direction (1, 1) / sqrt 2 holds sqrt 2, which is (2, 1)."""
+    spec = dataclasses.replace(layer.spec(head_dim=2), kv_heads=1, groups=1)
+    arrays = {"values": np.full((1, 2, 1), 0.5**0.5, np.float32), "values_mean": np.array([[1, 0]], np.float32)}
+    path = given.write(tmp_path / "table", "bases", spec, [arrays])
+    codec = FromTable(table=Bases.given(str(path)), share=0.5).at(spec)
+    x, pos = jnp.array([3.0, 0.0]).reshape(1, 1, 1, 2), jnp.zeros((1, 1, 1), jnp.int32)
+    stored = codec.encode(x, pos)
+    np.testing.assert_allclose(stored.rows.data.ravel(), [2**0.5], rtol=1e-6)
+    np.testing.assert_allclose(codec.decode(stored).ravel(), [2, 1], rtol=1e-6)
+    np.testing.assert_allclose(codec.mix(jnp.full((1, 1, 1, 1, 1), 2.0), stored).ravel(), [4, 2], rtol=1e-6)
+
+
+def test_matryoshka_is_the_oracle_on_ragged_rows(table):
+    path, arrays = table("bases", K, "keys", "values")
+
+    def held(name: str, r: int, x: np.ndarray) -> np.ndarray:
+        rows = zip(x, arrays[name], arrays[f"{name}_mean"], strict=True)
+        return np.stack([oracle.projected(row, basis[:, :r], mean) for row, basis, mean in rows])
+
+    want = oracle.attended(layer.data(), functools.partial(held, "keys", 8), functools.partial(held, "values", 16))
+    np.testing.assert_allclose(run(f"matryoshka:keys=0.25,values=0.5,table={path}"), want, atol=5e-6)
+
+
+def joint(arrays: dict[str, np.ndarray], name: str, r: int, x: np.ndarray) -> np.ndarray:
+    """[K n H] of all heads as one, on the first r directions; keys without their rotation."""
+    at = np.arange(x.shape[1])
+    rows = oracle.together(oracle.turned(x, at, -1) if name == "bare_keys" else x)
+    back = oracle.by_head(oracle.projected(rows, arrays[name][0][:, :r], arrays[f"{name}_mean"][0]), K)
+    return oracle.turned(back, at) if name == "bare_keys" else back
+
+
+def test_cskv_is_the_oracle_on_ragged_rows(table):
+    """A prompt of one token is shorter than the window, in which the step's own token lies."""
+    path, arrays = table("joint_bases", 1, "bare_keys", "values")
+
+    def held(name: str, r: int, x: np.ndarray) -> np.ndarray:
+        return np.concatenate([joint(arrays, name, r, x)[:, :-3], x[:, -3:]], 1)
+
+    keys, values = functools.partial(held, "bare_keys", 32), functools.partial(held, "values", 16)
+    method = f"cskv:keys=0.5,values=0.25,window=3,table={path}"
+    np.testing.assert_allclose(run(method), oracle.attended(layer.data(), keys, values), atol=1e-5)
+
+
+def test_merged_heads_are_the_oracle_on_ragged_rows(table):
+    path, arrays = table("merged_bases", 1, "bare_keys", "values")
+    keys, values = (functools.partial(joint, arrays, name, H) for name in ("bare_keys", "values"))
+    want = oracle.attended(layer.data(), keys, values)
+    np.testing.assert_allclose(run(f"merged_heads:heads=2,table={path}"), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 0])
+def test_groups_of_heads_have_their_coordinates_in_common(heads):
+    """Four heads, by themselves, in pairs and all together: the best rank that the prompt allows, by NumPy's SVD."""
+    spec = dataclasses.replace(layer.spec(head_dim=4), kv_heads=4)
+    size = heads or 4
+    x = np.random.default_rng(0).normal(size=(2, 4, 9, 4)).astype(np.float32)
+    codec, pos = Fitted(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
+    want = np.zeros_like(x)
+    for b in range(2):
+        for first in range(0, 4, size):
+            u, s, vh = np.linalg.svd(oracle.together(x[b, first : first + size]), full_matrices=False)
+            s[2 * size :] = 0
+            want[b, first : first + size] = oracle.by_head(u * s @ vh, size)
+    rng = np.random.default_rng(1)
+    idx = rng.integers(0, 9, (2, 4, 3)).astype(np.int32)
+    q, p = (rng.normal(size=(2, 4, 2, 1, n)).astype(np.float32) for n in (4, 9))
+
+    def read(x, q, p, idx):
+        held = codec.encode(x, pos)
+        return held.rows.data, codec.decode(held), codec.rows(held, idx), codec.scores(q, held), codec.mix(p, held)
+
+    coordinates, every, some, scores, mix = jax.jit(read, compiler_options=layer.QUICK)(x, q, p, idx)
+    assert coordinates.shape == (2, 4, 9, 2)
+    np.testing.assert_allclose(every, want, atol=2e-5)
+    np.testing.assert_allclose(some, np.take_along_axis(want, idx[..., None], 2), atol=2e-5)
+    np.testing.assert_allclose(scores, np.einsum("bkgth,bksh->bkgts", q, want) / 2, atol=5e-5)
+    np.testing.assert_allclose(mix, np.einsum("bkgts,bksh->bkgth", p, want), atol=5e-5)
+
+
+def test_the_newest_tokens_are_exact_wherever_they_are_read():
+    """Scores, mixes and single rows agree with what is decoded, and a token loses its exact copy when it is old."""
+    codec = Recent(Fitted(rank=2).at(layer.spec()), 3)
+    x = np.random.default_rng(0).normal(size=(1, K, 8, H)).astype(np.float32)
+    pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
+
+    def step(held, q, p, idx, fresh, at):
+        read = codec.decode(held), codec.inner.decode(held.every), codec.rows(held, idx)
+        return *read, codec.scores(q, held), codec.mix(p, held), codec.write(held, fresh, at)
+
+    step = jax.jit(step, compiler_options=layer.QUICK)
+    stored = jax.jit(codec.encode)(np.where(np.arange(8)[:, None] < 5, x, np.float32(np.inf)), pos)
+    for n in (5, 6, 7):
+        idx = np.tile(np.array([n - 1, 0, n - 4], np.int32), (1, K, 1))
+        q, p = x[:, :, None, :1], np.tile(np.where(np.arange(8) < n, 0.5, 0).astype(np.float32), (1, K, 1, 1, 1))
+        fresh, at = x[:, :, n : n + 1], np.array([[n]], np.int32)
+        rows, inner, some, scores, mix, stored = map(_numpy, step(stored, q, p, idx, fresh, at))
+        np.testing.assert_array_equal(rows[:, :, n - 3 : n], x[:, :, n - 3 : n])
+        np.testing.assert_array_equal(rows[:, :, : n - 3], inner[:, :, : n - 3])
+        np.testing.assert_array_equal(some, rows[:, :, idx[0, 0]])
+        want = np.einsum("bkgth,bksh->bkgts", q, rows)[..., :n] * H**-0.5
+        np.testing.assert_allclose(scores[..., :n], want, atol=2e-6)
+        np.testing.assert_allclose(mix, 0.5 * rows[:, :, None, None, :n].sum(4), atol=2e-6)
+
+
+def _numpy(x: Any) -> Any:
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("matryoshka:keys=0", r"must lie in \(0, 1\], got 0.0"),
+        ("matryoshka:table=nowhere", "no table of bases can be read from 'nowhere'.*kvjax calibrate bases"),
+        ("cskv:window=0", "at least 1 token, got 0; CSKV uses 32"),
+        ("merged_heads:heads=1", "got heads=1; the paper uses 2 and 4"),
+        ("merged_heads:heads=3", "3 heads together do not divide the layer's 2 key/value heads"),
+    ],
+)
+def test_what_cannot_be_says_why(method, says):
+    with pytest.raises(KvjaxError, match=says):
+        layer.bound(method)
+
+
+def test_a_table_of_another_model_says_how_to_make_one():
+    with pytest.raises(KvjaxError, match="ships no table of bases for .*head_dim=64; make one, as with `kvjax calib"):
+        layer.bound("matryoshka", head_dim=64)
+
+
+def test_a_table_of_few_directions_says_so(tmp_path):
+    arrays = {"keys": np.zeros((K, H, 4)), "keys_mean": np.zeros((K, H))}
+    path = given.write(tmp_path / "few", "bases", layer.spec(), [arrays])
+    with pytest.raises(KvjaxError, match="has 4 directions of keys, and 12 are to be held: 0.4 of 32 channels; lower"):
+        layer.bound(f"matryoshka:table={path}")
+
+
+@pytest.mark.parametrize("method", ["matryoshka", "cskv"])
+def test_rows_of_one_head_cannot_lie_where_another_is(method):
+    with pytest.raises(IncompatibleMethod, match="slot `apart`.*slot `k`.*leave one"):
+        layer.bound(f"snapkv:budget=6,window=2 + adakv:page=2 + {method}")
+
+
+def test_the_shipped_model_finds_its_own_tables():
+    config = kvjax.load("testbed").config
+    for method in ("matryoshka", "cskv", "merged_heads"):
+        assert kvjax.planned_bytes(method, config, 512)["device"] < kvjax.planned_bytes("full", config, 512)["device"]

@@ -1,0 +1,67 @@
+"""ReKV against its paper, its lookup by hand, and what becomes of a question."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods.rekv import MeanKeys, rekv
+from tests.contract import layer
+from tests.oracles import rekv as oracle
+from tests.oracles.online import rope
+
+SMALL = "rekv:topk=1,block=2,sinks=1,recent=2"
+
+
+def test_it_equals_the_paper_whatever_lies_in_empty_slots():
+    d, bound = layer.data(), layer.bound(SMALL)
+    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    want = [
+        oracle.rekv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 1, 2, 1, 2)
+        for q, k, v, n in rows
+    ]
+    got = layer.run(SMALL, d)
+    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
+    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+
+
+def test_the_cosine_is_over_all_heads_as_one_vector():
+    """By hand: both heads' keys (3, 4) and (0, 0) against (1, 0) and (0, 1): 3 / 5, whatever the length of a block."""
+    sums = jnp.array([[[3.0, 4.0], [30.0, 40.0]], [[0.0, 0.0], [0.0, 0.0]]])[None]
+    q = jnp.array([[1.0, 0.0], [0.0, 1.0]]).reshape(1, 2, 1, 1, 2)
+    np.testing.assert_allclose(MeanKeys(2).score(sums, q).ravel() * np.sqrt(2), [0.6, 0.6], rtol=1e-6)
+    assert np.isfinite(MeanKeys(2).score(0 * sums, q)).all()
+
+
+def test_only_kept_tokens_go_on_asking():
+    d, bound = layer.data(), layer.bound(SMALL)
+    state = layer.prefill(bound, d)
+    chunk, fresh = d.tokens(0, 2), None
+    for commit, count in ((0, 0), (1, 1)):
+        out, after = layer.extend(bound, commit)(state, chunk)
+        for b, n in enumerate(d.lengths):
+            asked = rope(np.asarray(d.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[:, :, :count].sum(2)
+            np.testing.assert_allclose(after.aux.question[b], asked, atol=1e-5)
+        fresh = out if fresh is None else fresh
+        np.testing.assert_allclose(out, fresh, atol=2e-6)  # what is asked does not depend on what is kept
+
+
+def test_tokens_that_asked_cannot_be_taken_back():
+    bound = layer.bound(SMALL)
+    with pytest.raises(IncompatibleMethod, match="slot `read`, ByQuestion, keeps something of all tokens"):
+        bound.method.read.crop(bound, layer.prefill(bound, layer.data()))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: rekv(topk=0), "topk of ReKV must be at least 1, got 0"),
+        (lambda: rekv(block=0), "block of ReKV must be at least 1, got 0"),
+        (lambda: rekv(recent=0), "recent of ReKV must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

@@ -1,0 +1,78 @@
+"""RetrievalAttention against its paper, and the search on the host."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.hold.codecs import Host
+from kvjax.cache.hold.rows import Absmax, Rows
+from kvjax.core import memory
+from kvjax.core.types import KvjaxError
+from kvjax.methods.retrieval_attention import retrieval_attention
+from tests.contract import layer
+from tests.oracles import retrieval_attention as oracle
+
+SMALL = "retrieval_attention:topk=2,sinks=1,recent=2"
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_it_equals_the_paper_whatever_lies_in_empty_slots(window):
+    d, bound = layer.data(), layer.bound(SMALL, window)
+    find = functools.partial(oracle.retrieval_attention, topk=2, sinks=1, recent=2, window=window)
+    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    want = [
+        find(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in rows
+    ]
+    got = layer.run(SMALL, d, window)
+    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
+    np.testing.assert_array_equal(layer.run(SMALL, d, window, layer.prefill(bound, d, np.inf)), got)
+
+
+def test_first_and_last_tokens_lie_on_the_device_and_all_rows_on_the_host():
+    d, bound = layer.data(), layer.bound(SMALL)
+    state = layer.prefill(bound, d)
+    for t in range(2):
+        _, state = layer.extend(bound)(state, d.token(t))
+    assert state.k.host and state.v.host and not state.aux.k.host
+    for b, n in enumerate(d.lengths):
+        held = np.asarray(memory.unpack(state.aux.k))[b, 0]
+        want = np.asarray(d.k[b, 0, [0, n, n + 1]])
+        np.testing.assert_array_equal(held[np.lexsort(held.T)], want[np.lexsort(want.T)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_host_computes_the_products_that_the_device_would(dtype):
+    d = layer.data(dtype=dtype)
+    q, rows = d.q[:, :, :, :2], memory.pack(d.k)
+    want = jnp.einsum("bkgth,bksh->bkgts", q, d.k, preferred_element_type=jnp.float32)
+    run = jax.jit(memory.products, compiler_options=layer.QUICK)
+    for held in (rows, memory.to_host(rows)):
+        found = run(held, q)
+        assert memory.kind(found) == "device" and found.dtype == jnp.float32
+        np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_keys_in_codes_are_searched_on_the_device():
+    d, codec = layer.data(), Host(Rows(Absmax()))
+    stored = codec.encode(d.k, jnp.zeros((layer.B, 1, d.k.shape[2]), jnp.int32))
+    found = jax.jit(codec.search, compiler_options=layer.QUICK)(d.q[:, :, :, :2], stored)
+    want = jnp.einsum("bkgth,bksh->bkgts", d.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
+    np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: retrieval_attention(topk=0), "topk of RetrievalAttention must be at least 1, got 0"),
+        (lambda: retrieval_attention(sinks=-1), "sinks of RetrievalAttention must be at least 0, got -1"),
+        (lambda: retrieval_attention(recent=0), "recent of RetrievalAttention must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

@@ -1,0 +1,59 @@
+"""RocketKV against its paper, and its scores by hand."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.core.types import KvjaxError
+from kvjax.methods.quest import Box
+from kvjax.methods.rocketkv import Hybrid, rocketkv
+from tests.contract import layer
+from tests.oracles import rocketkv as oracle
+
+SMALL = "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3"
+
+
+def test_it_equals_the_paper_whatever_lies_in_empty_slots():
+    d, bound = layer.data(), layer.bound(SMALL)
+    arguments = {"budget": 7, "window": 2, "kernel": 3, "page": 2, "pages": 1, "r": 8}
+    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    want = [
+        oracle.rocketkv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
+        for q, k, v, n in rows
+    ]
+    got = layer.run(SMALL, d)
+    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
+    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+
+
+def test_a_page_of_two_keys_by_hand():
+    keys, q = np.array([[1.0, 2, 0, 5], [0, -4, 1, 1]]), np.array([3.0, -1, 2, 0])
+    want = 5 / np.sqrt(4 * 5 / 6)  # channels 0 and 2: 3 * 1 + 2 * 1
+    np.testing.assert_allclose(oracle.estimate(q[None], [keys], 2), [[want]])
+    box = Box(*(jnp.asarray(x, jnp.float32).reshape(1, 1, 1, 4) for x in (keys.min(0), keys.max(0))))
+    got = Hybrid(2, 0.5).score(box, jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, 4))
+    np.testing.assert_allclose(got.item(), want, rtol=1e-6)
+
+
+def test_the_heads_of_a_group_share_the_signs_of_their_sum():
+    """In channel 0 the second head's sign is not that of the sum: the box's greatest key counts, and against it."""
+    box = Box(jnp.full((1, 1, 1, 2), -1.0), jnp.full((1, 1, 1, 2), 2.0))
+    q = jnp.array([[3.0, 0], [-1, 0]]).reshape(1, 1, 2, 1, 2)
+    got = Hybrid(2, 1.0).score(box, q).ravel() * np.sqrt(2)
+    np.testing.assert_allclose(got, [6, -2], rtol=1e-6)
+    assert np.isfinite(Hybrid(2, 0.5).score(box, jnp.zeros_like(q))).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: rocketkv(topk=7), "topk of RocketKV must be at least 2 pages of 4 tokens, got 7; use 8"),
+        (lambda: rocketkv(channels=0.0), r"channels must be a share of the head size in \(0, 1\], got 0.0"),
+        (lambda: rocketkv(page=0), "page of RocketKV must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make, text):
+    with pytest.raises(KvjaxError, match=text):
+        make()

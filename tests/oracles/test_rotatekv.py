@@ -1,0 +1,99 @@
+"""RotateKV against its oracle: codes, rotation over heads, the order of channels, and the exact first tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import given
+from kvjax.cache.hold.across_heads import AcrossHeads
+from kvjax.cache.hold.bases import Bases
+from kvjax.cache.hold.rows import Rows
+from kvjax.cache.hold.zero_point import ZeroPoint
+from kvjax.core.types import KvjaxError
+from kvjax.testing import dense_attention
+from tests.contract import layer
+from tests.oracles import rotatekv as oracle
+from tests.oracles.online import rope
+
+
+def test_the_codes_by_hand():
+    """Steps of 0.2, in bfloat16 205 / 1024, and a zero point of 5; of a row of one sign it lies outside the codes."""
+    assert oracle.coded(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
+    assert oracle.coded(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
+    assert oracle.coded(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
+
+
+def through(quantiser: ZeroPoint, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)), compiler_options=layer.QUICK)
+    return np.asarray(run(jnp.asarray(x, jnp.float32)))
+
+
+@pytest.mark.parametrize(("bits", "clip"), [(2, 0.8), (3, 1.0)])
+def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
+    x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
+    x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
+    got = through(ZeroPoint(bits, clip), x)
+    np.testing.assert_allclose(got, [oracle.read(*oracle.coded(row, bits, clip)) for row in x], rtol=1e-5)
+    alike = through(ZeroPoint(bits), np.full((1, 32), -3.0))
+    np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
+
+
+def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
+    d, method = layer.data(), kvjax.parse("rotatekv:heads=2,sinks=2")
+    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    for b, n in enumerate(map(int, d.lengths)):
+        at = np.arange(n + layer.STEPS)
+        k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (d.k, d.v))
+        bare = rope(k, -at)
+        order = oracle.order_of(bare[:, :n].sum(1), 2)
+        keys = np.stack([oracle.key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
+        values = np.array([[oracle.value(row, 2, 0.8) for row in head] for head in v])
+        keys[:, :2], values[:, :2] = bare[:, :2], v[:, :2]
+        q = np.asarray(d.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
+        want = dense_attention(q, rope(keys, at), values, at[n:])
+        np.testing.assert_allclose(out[b], want.reshape(out[b].shape), atol=2e-5)
+
+
+def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
+    spec, rng = layer.spec(), np.random.default_rng(0)
+    mean = rng.normal(size=(layer.K, layer.H)).astype(np.float32)
+    path = given.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
+    codec = AcrossHeads(Rows(ZeroPoint(8)), 2, Bases.given(str(path))).at(spec)
+    x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
+    some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
+
+    def run(x):
+        stored = codec.encode(x, pos)
+        return stored.order, codec.decode(stored), codec.rows(stored, some)
+
+    order, held, rows = jax.jit(run, compiler_options=layer.QUICK)(x)
+    np.testing.assert_array_equal(order[0].ravel(), oracle.order_of(mean.astype(float), 2))
+    np.testing.assert_allclose(held, x, atol=0.03)
+    np.testing.assert_array_equal(rows, np.take_along_axis(np.asarray(held), np.asarray(some)[..., None], 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rotatekv", "4 heads together do not divide the layer's 2"),
+        ("rotatekv:bits=5", "bits must be one of 1, 2, 3, 4, 8, got 5"),
+        ("rotatekv:clip=1.5", "clip must lie in"),
+        ("rotatekv:sinks=-1", "must be 0 or more, got -1"),
+        ("rotatekv:heads=2,table=no/such", "no table of bases can be read"),
+        ("rotatekv:heads=2 + h2o", "slot `decode`"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(text, why):
+    with pytest.raises(KvjaxError, match=why):
+        layer.bound(text)
+
+
+def test_a_size_without_hadamards_matrix_is_refused():
+    with pytest.raises(KvjaxError, match="powers of two, and 48 channels, of 2 heads"):
+        kvjax.parse("rotatekv:heads=2").bind(dataclasses.replace(layer.spec(), head_dim=24))

@@ -1,0 +1,98 @@
+"""ShadowKV against its oracle: what stays exact, which chunks are read, and keys rebuilt from few numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.hold.lowrank import Fitted
+from kvjax.core import memory
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods.shadowkv import Shadow
+from tests.contract import layer
+from tests.oracles import shadowkv as oracle
+
+SIZES = {"budget": 2, "chunk": 2, "rank": 8, "outliers": 1, "local": 1}
+METHOD = "shadowkv:" + ",".join(f"{name}={n}" for name, n in SIZES.items())
+
+
+def test_by_hand():
+    """(1, 2), (2, 4) and (0, 0) are of rank 1, with the singular value 5: one number a token rebuilds them."""
+    spec = layer.LayerSpec(0, 1, 1, 1, 2, None, layer.Rope(2))
+    codec, x = Fitted(0, rank=1).at(spec), jnp.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]])[None, None]
+    stored = codec.encode(x, jnp.arange(3, dtype=jnp.int32)[None, None])
+    assert stored.rows.data.shape == (1, 1, 3, 1)
+    np.testing.assert_allclose(jnp.linalg.norm(stored.rows.data), 5, rtol=1e-6)
+    np.testing.assert_allclose(codec.decode(stored), x, atol=1e-6)
+
+
+def test_it_is_the_oracle_on_ragged_rows():
+    """Beyond the prompts lies infinity; one of them has no chunk at all."""
+    d = layer.data()
+    got = layer.run(METHOD, d, state=layer.prefill(layer.bound(METHOD), d, padding=np.inf))
+    for b, n in enumerate(map(int, d.lengths)):
+        for t in range(layer.STEPS):
+            q = np.asarray(d.q[b, :, :, n + t], np.float64)
+            k, v = (np.asarray(x[b, :, : n + t + 1], np.float64) for x in (d.k, d.v))
+            np.testing.assert_allclose(got[b, :, :, t], oracle.attended(q, k, v, n, **SIZES), atol=1e-5)
+
+
+def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_the_host():
+    bound, d = layer.bound(METHOD), layer.data()
+    state = layer.prefill(bound, d)
+    store = state.apart.tokens
+    assert memory.kind(store.v.data) == "pinned_host" and memory.kind(store.k.rows.data) == "device"
+    for b, n in enumerate(map(int, d.lengths)):
+        for h in range(layer.K):
+            held, exact = oracle.divided(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)
+            here, there = (np.asarray(x.pos)[b, h] for x in (state, store))
+            assert here[here >= 0].tolist() == exact
+            assert there[there >= 0].tolist() == [t for c in held for t in (2 * c, 2 * c + 1)]
+    assert np.asarray(state.n).tolist() == [5, 1, 4]
+
+
+def test_a_chunk_with_a_token_unlike_its_mean_stays_exact():
+    keys = jnp.array([[1.0, 0.0], [1.0, 0.1], [1.0, 0.0], [-0.5, 1.0], [0.0, 0.0], [0.0, 0.0]])[None, None]
+    landmarks, likeness = Shadow(chunk=2)._landmarks(keys)
+    np.testing.assert_allclose(landmarks[0, 0], [[1, 0.05], [0.25, 0.5], [0, 0]], rtol=1e-6)
+    assert likeness[0, 0, 1] < likeness[0, 0, 0] and likeness[0, 0, 2] == 0
+
+
+def test_it_divides_what_a_selection_leaves():
+    """Each token that the selection keeps is somewhere, and no other."""
+    selection, d = "snapkv:budget=6,window=2,kernel=3", layer.data()
+
+    def kept(method: str) -> list[list[int]]:
+        bound = layer.bound(method)
+        positions = np.asarray(bound.positions(layer.prefill(bound, d)))
+        return [sorted(row[row >= 0].tolist()) for row in positions.reshape(-1, positions.shape[2])]
+
+    assert kept(f"{selection} + {METHOD}") == kept(selection)
+
+
+def test_it_says_that_it_needs_host_memory():
+    assert kvjax.parse("shadowkv").traits.host
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "says"),
+    [
+        ("shadowkv:rank=0", KvjaxError, "a rank of at least 1.*rank=0.*authors use chunk=8, rank=160"),
+        ("shadowkv:budget=4,chunk=8", KvjaxError, "a budget of at least a chunk"),
+        ("shadowkv + h2o", IncompatibleMethod, "slot `apart`, Shadow, holds prompt tokens for good.*leave one of them"),
+        ("shadowkv + infllm", IncompatibleMethod, "slot `apart`, Shadow, .*takes it in pieces.*leave one of them"),
+    ],
+)
+def test_what_cannot_be_says_why(method, error, says):
+    with pytest.raises(error, match=says):
+        layer.bound(method)
+
+
+def test_prompts_of_equal_tokens_have_finite_answers():
+    d = layer.data()
+    alike = layer.Data(d.q, 0 * d.k + d.k[:, :, :1], d.v, d.lengths)
+    assert np.isfinite(layer.run(METHOD, alike)).all()
+    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bound(METHOD), alike)))

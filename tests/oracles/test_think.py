@@ -1,0 +1,120 @@
+"""ThinK against its oracle, and what must hold for keys of few channels."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.hold.codecs import Host
+from kvjax.cache.hold.thin import Thin
+from kvjax.core import attention
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.think import Older
+from kvjax.testing import dense_attention
+from tests.contract import layer
+from tests.oracles import think as oracle
+
+
+def of_prompt(d: layer.Data, b: int, h: int, queries: int = 4) -> list[int]:
+    """The oracle's channels of a head."""
+    n = int(d.lengths[b])
+    q, k = np.asarray(d.q[b, h, :, :n], np.float64), np.asarray(d.k[b, h, :n], np.float64)
+    return oracle.channels(q, k, 0.4, queries)
+
+
+def test_it_is_its_oracle_where_padding_holds_infinity():
+    d, dirty = layer.data(), layer.data(padding=np.inf)
+    bound = layer.bound("think:recent=3,queries=4")
+    out = layer.run("think:recent=3,queries=4", d, state=layer.prefill(bound, dirty, padding=np.inf))
+    for b, n in enumerate(map(int, layer.LENGTHS)):
+        for h in range(layer.K):
+            stay = of_prompt(d, b, h)
+            for t in range(layer.STEPS):
+                k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (d.k, d.v))
+                keys, q = oracle.held(k, max(n - 3, 0), stay), np.asarray(d.q[b, h, :, n + t : n + t + 1])
+                want = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+
+
+def found(q, k, **parameters) -> list[int]:
+    """The channels of a head with queries q [n H] and keys k [n H]."""
+    q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
+    pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
+    run = jax.jit(Thin(**parameters).found, compiler_options=layer.QUICK)
+    return np.asarray(run(k, pos[:, None], Obs(q[:, :, None], pos)))[0, 0, 0].tolist()
+
+
+def test_by_hand_a_channel_goes_although_its_queries_are_larger():
+    """Mean squares 4 and 1 of queries, 1 and 9 of keys: 4 against 9."""
+    assert found([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
+    assert found([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, queries=2) == [0]
+    assert found([[0, 0]], [[0, 0]], share=0.5) == [0]
+
+
+def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Obs]:
+    """Rows of six and of two tokens: keys with infinity behind the last one, positions, and queries."""
+    rng = np.random.default_rng(0)
+    pos = np.where(np.arange(S)[None] < np.array([[S], [2]]), np.arange(S)[None], -1)
+    x = np.where(pos[:, None, :, None] < 0, np.inf, rng.normal(size=(2, 2, S, H)))
+    q = jnp.asarray(rng.normal(size=(2, 2, 3, S, H)), dtype)
+    pos = jnp.asarray(pos, jnp.int32)
+    return jnp.asarray(x, dtype), pos[:, None], Obs(q, pos)
+
+
+@pytest.mark.parametrize("codec", [Thin(0.4), Host(Thin(0.4))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
+    x, pos, seen = prompt(dtype=dtype)
+
+    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    def run(x, pos, seen, at, idx):
+        stored = codec.begin(x, pos, seen)
+        back, loaded, q = codec.decode(stored), codec.load(stored), seen.q[:, :, :, :1]
+        again = codec.write(stored, x[:, :, :1], at)
+        scores = codec.scores(q, loaded), attention.scores(q, back)
+        return stored, back, scores, codec.rows(again, idx), codec.decode(again)
+
+    at, idx = jnp.asarray([[5], [2]], jnp.int32), jnp.asarray([[[0, 1, 5], [1, 1, 2]]] * 2, jnp.int32)
+    stored, back, scores, rows, again = run(x, pos, seen, at, idx)
+    stays = np.zeros((2, 2, 1, 10), bool)
+    np.put_along_axis(stays, np.asarray(stored.channels), True, 3)
+    assert stored.rows.data.shape == (2, 2, 6, 6) and back.dtype == dtype and stays.sum() == 4 * 6
+    real = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
+    np.testing.assert_array_equal(np.asarray(back, np.float32), np.where(stays, real, 0))
+    np.testing.assert_allclose(*scores, atol=1e-5 if dtype == jnp.float32 else 0.1)
+    np.testing.assert_array_equal(rows, jnp.take_along_axis(again, idx[..., None], 2))
+    np.testing.assert_array_equal(again[1, :, 2], back[1, :, 0])
+
+
+def test_over_a_selection_older_tokens_are_those_that_it_leaves():
+    """Of six tokens that stay in each head, four are thin; their channels come from all six."""
+    d, text = layer.data(), "snapkv:budget=6,window=2,kernel=3"
+    state, alone = (layer.prefill(layer.bound(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
+    kept = np.asarray(alone.pos[0, :, :6])
+    np.testing.assert_array_equal(np.asarray(state.apart.pos[0])[:, :4], kept[:, :4])
+    np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
+    for h in range(layer.K):
+        q, k = np.asarray(d.q[0, h, :, :9], np.float64), np.asarray(d.k[0, h], np.float64)[kept[h]]
+        assert state.apart.k.channels[0, h, 0].tolist() == oracle.channels(q, k, 0.4, 4)
+
+
+def test_what_has_no_meaning_is_refused():
+    for text, why in {
+        "think:share=1": "share of channels",
+        "think:recent=-1": "recent must be 0 or more",
+        "think:queries=0": "at least 1 query",
+        "think + h2o": "slot `decode`",
+        "think + zipcache": "both fill the slot `apart`",
+    }.items():
+        with pytest.raises(KvjaxError, match=why):
+            layer.bound(text)
+    x, pos, _ = prompt()
+    with pytest.raises(KvjaxError, match="has seen none"):
+        Thin().begin(x, pos, None)
+    with pytest.raises(KvjaxError, match="observe 32 of them"):
+        Older(Thin()).held(Block(x, x, pos), Block(x, x, pos), None)
