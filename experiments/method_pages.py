@@ -44,7 +44,7 @@ def measure(again: bool = False) -> None:
     missing = [r.example for r in load_all().values() if r.example not in found]
     for row in demo.measure(load("testbed"), tuple(dict.fromkeys(["full", *missing]))):
         found[row.method] = dataclasses.asdict(row)
-    MEASURED.write_text(json.dumps(found, indent=2) + "\n")
+        MEASURED.write_text(json.dumps(found, indent=2) + "\n")  # what is done stays if the run is stopped
 
 
 def page(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -50,30 +51,27 @@ class Row:
     tokens_per_second: float  # decoding all contexts at once
 
 
-def measure(model: Model, methods: Methods, seed: int = 1_000_003) -> list[Row]:
-    """One row per method, on the same held-out instances; the first one is what `agreement` is with."""
+def measure(model: Model, methods: Methods, seed: int = 1_000_003) -> Iterator[Row]:
+    """One row per method as it is measured, on the same held-out instances; `agreement` is with the first one."""
     rng = np.random.default_rng(seed)
     held_out = corpus.load("held_out")
     instances = [tasks.recall(rng, CONTEXT, held_out.window, questions=QUESTIONS) for _ in range(INSTANCES)]
     code = np.stack([held_out.window(rng, CODE_CONTEXT + CODE_TOKENS) for _ in range(CODE_ROWS)])
-    rows, reference = [], None
+    reference = None
     for name, method in track(named(methods).items(), "methods", transient=True):
         right, size = harness.answers(model, method, instances)
         logp, likeliest = harness.continuation(model, method, code, CODE_CONTEXT)
         reference = likeliest if reference is None else reference
         speed = generate(model, [i.context for i in instances], method, max_new_tokens=NEW_TOKENS, eos_ids=())
-        rows.append(
-            Row(
-                name,
-                float(np.mean(right)),
-                float(-logp.mean() / np.log(2)),
-                float((likeliest == reference).mean()),
-                size["device"] // INSTANCES,
-                size["pinned_host"] // INSTANCES,
-                speed.tokens_per_second,
-            )
+        yield Row(
+            name,
+            float(np.mean(right)),
+            float(-logp.mean() / np.log(2)),
+            float((likeliest == reference).mean()),
+            size["device"] // INSTANCES,
+            size["pinned_host"] // INSTANCES,
+            speed.tokens_per_second,
         )
-    return rows
 
 
 def table(rows: list[Row]) -> Table:
@@ -115,7 +113,7 @@ def run(out: Path, methods: Methods = METHODS, model: str = "testbed") -> list[R
     methods: values, strings, or strings separated by ";".
     """
     console = Console()
-    rows = measure(load(model), methods)
+    rows = list(measure(load(model), methods))
     console.print(table(rows))
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")

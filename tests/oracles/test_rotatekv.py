@@ -81,7 +81,6 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("rotatekv", "4 heads together do not divide the layer's 2"),
         ("rotatekv:bits=5", "bits must be one of 1, 2, 3, 4, 8, got 5"),
         ("rotatekv:clip=1.5", "clip must lie in"),
         ("rotatekv:sinks=-1", "must be 0 or more, got -1"),

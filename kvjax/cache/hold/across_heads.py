@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from jax import lax
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
-from kvjax.cache.hold.bases import group_size
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.rows import hadamard
 from kvjax.core.mesh import over_heads
@@ -29,6 +29,8 @@ class Reordered:
 @dataclasses.dataclass(frozen=True)
 class AcrossHeads(Codec):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
+
+    Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.
 
     Su et al. 2025, arXiv 2501.16383, and its authors' code: the channels of a group of heads are multiplied by
     Sylvester's matrix of their number, over its root. Then the channels of the whole layer are sorted by their sum over
@@ -104,7 +106,7 @@ class AcrossHeads(Codec):
     @property
     def _together(self) -> int:
         """How many channels are rotated together."""
-        return group_size(self.heads, self.spec) * self.spec.head_dim
+        return math.gcd(self.heads, self.spec.kv_heads) * self.spec.head_dim
 
     def _mean_key(self) -> Array:
         """f32[1 K*H]: the mean of the rotated keys that the table was made of."""
