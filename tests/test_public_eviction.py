@@ -16,7 +16,9 @@ from tests.fixtures import ROOT
 
 # 62 tokens are half of one kind of stored prompts, 125 tokens, and a quarter of the other, 250, rounded down
 KEPT, STEPS, CAPACITY = 62, 32, 320
+FIELD = 60  # tokens kept of the field's prompts: three quarters of 80 tokens, half of 120, a quarter of 240
 AVG = {"window": 8, "kernel": 5, "pool": "avg"}
+ADAKV = zoo.adakv(rule="kvpress")
 METHODS = {
     "kvpress_snapkv": ("gqa", zoo.snapkv(KEPT, **AVG)),
     "kvpress_pyramidkv": ("gqa", zoo.pyramidkv(62.5, **AVG, beta=10, rule="peer")),
@@ -31,9 +33,32 @@ METHODS = {
     "kvpress_tova": ("gqa", zoo.snapkv(KEPT, window=1, kernel=1, per="layer")),  # of the prompt only
     "authors_tova": ("gqa", zoo.tova(KEPT)),
     "kvpress_keydiff": ("gqa", zoo.keydiff(KEPT)),
-    "kvpress_adakv": ("gqa", kvjax.compose(zoo.snapkv(KEPT, **AVG), zoo.adakv(rule="kvpress"))),
+    "kvpress_adakv": ("gqa", kvjax.compose(zoo.snapkv(KEPT, **AVG), ADAKV)),
+    "kvpress_lagkv": ("gqa", zoo.lagkv(FIELD, lag=20)),  # of 2, 4 or 10 partitions equally many stay: no ties
+    "kvpress_lagkv_cross": ("gqa", zoo.lagkv(FIELD, lag=16, cross=True)),
+    "kvpress_cur": ("gqa", zoo.cur(FIELD)),
+    "kvpress_cur_mean": ("gqa", zoo.cur(FIELD, leverage="mean", window=10)),
+    "kvpress_chunkkv": ("gqa", zoo.chunkkv(FIELD, chunk=4, window=8, kernel=5)),  # all chunks are whole, as the window
+    "kvpress_expected": ("gqa", zoo.expected_attention(FIELD)),
+    "kvpress_expected_mean": ("gqa", zoo.expected_attention(FIELD, future=16, covariance=False, value_norms=False)),
+    "kvpress_expected_adakv": ("gqa", kvjax.compose(zoo.expected_attention(FIELD, epsilon=0.02), ADAKV)),
+    "kvpress_criticalkv": ("gqa", kvjax.compose(zoo.snapkv(FIELD, **AVG), zoo.criticalkv())),
+    # half of each head's tokens are more than AdaKV's safe 12, and these are among them
+    "kvpress_criticaladakv": ("gqa", kvjax.compose(kvjax.compose(zoo.snapkv(FIELD, **AVG), ADAKV), zoo.criticalkv())),
+    "kvpress_merging": ("gqa", kvjax.compose(zoo.keynorm(FIELD), zoo.merging())),
+    "kvpress_duo": ("gqa", zoo.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
+    # as in kvpress no token is safe in the prompt's only piece, and no head
+    "kvpress_kvzip": ("gqa", kvjax.compose(zoo.kvzip(FIELD, sinks=0), zoo.adakv(alpha=0, rule="kvpress"))),
+    "kvpress_kvzip_plus": (
+        "gqa",
+        kvjax.compose(zoo.kvzip(FIELD, sinks=0, plus=True), zoo.adakv(alpha=0, rule="kvpress")),
+    ),
+    **{f"kvpress_think{kept}": ("gqa", zoo.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
 }
 """Public implementation -> (fixture, what it is here)."""
+
+LENGTHS = [125, 125, 250, 250], [80, 80, 120, 120, 240, 240], [80, 80], [120, 120], [240, 240]
+"""Of the prompts of one method; the last three of methods that are compared at one ratio."""
 
 
 @functools.cache
@@ -67,7 +92,7 @@ def assert_alike(public: str, rows: list[dict]) -> None:
 @pytest.mark.parametrize("public", METHODS)
 def test_in_a_padded_batch_the_same_tokens_stay_and_the_same_follow(public):
     rows = load(METHODS[public][0])[1][public]
-    assert sorted(len(row["prompt"]) for row in rows) == [125, 125, 250, 250]
+    assert sorted(len(row["prompt"]) for row in rows) in LENGTHS
     assert_alike(public, rows)
 
 

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.run import save
+from kvjax.run import archive, save
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)
@@ -86,9 +86,9 @@ def test_what_is_no_saved_context_says_so(tmp_path):
 
 
 def test_a_later_version_is_refused(tmp_path):
-    header = {"format": save.FORMAT, "version": save.VERSION + 1}
+    header = {"format": save.FORMAT.name, "version": save.FORMAT.version + 1}
     with (tmp_path / "context").open("wb") as file:
-        np.savez(file, **{save.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
+        np.savez(file, **{archive.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
     with pytest.raises(KvjaxError, match="version 2, and this kvjax reads version 1 of 'kvjax-context'"):
         kvjax.resume(MODEL, tmp_path / "context")
 

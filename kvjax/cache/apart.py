@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.cache.contract import LayerState
+from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
 
@@ -14,6 +14,11 @@ class Apart:
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
     host = False  # whether something of the store lives in host memory
+    neighbour: int = 0  # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `opened` is then called
+
+    def at(self, spec: LayerSpec) -> Apart | None:
+        """What holds tokens apart in one layer; None in a layer that holds none so."""
+        return self
 
     def body(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
@@ -21,6 +26,10 @@ class Apart:
 
     def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Any]:
         """A prompt's block -> (what goes into the slots, the store of the others)."""
+        raise NotImplementedError
+
+    def opened(self, layer: Any, store: Any, carry: Any) -> tuple[Any, Any]:
+        """The store of a layer of a pair as `read` takes it in this step, and the carry for the layer above."""
         raise NotImplementedError
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:

@@ -66,6 +66,7 @@ class Needs:
     pattern: what the prompt's own queries read; None: every token before them.
     output, hidden: `Layer.prefill` wants to see the layer's output projection, or the hidden states of the prompt.
     probe: the prompt is run a second time for `ProbedLayer.look`, and `Layer.prefill` sees what that found.
+    neighbour: +1 or -1 where `Layer.prefill` wants to see the prompt's keys and values in the layer above or below.
     """
 
     queries: int | None = 0
@@ -76,11 +77,12 @@ class Needs:
     output: bool = False
     hidden: bool = False
     probe: Probe | None = None
+    neighbour: int = 0
 
     @property
     def observes(self) -> bool:
         """Whether `Layer.prefill` wants to see anything beside keys and values."""
-        return self.queries != 0 or self.output or self.hidden or self.probe is not None
+        return self.queries != 0 or self.output or self.hidden or self.probe is not None or self.neighbour != 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +111,9 @@ class Layer(Protocol):
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
         q [B K G T H]; fresh [B K T H] with pos i32[B 1 T], -1 for padding on the right. carry: what the layer below
-        hands up within this step, None in the first layer; arrays [B K T ...], each query its own. Returns (out
-        f32[B K G T H], the state, the carry for the layer above).
+        hands up within this step, None in the first layer; arrays [B K T ...], each query its own, or [B K S ...]
+        from a layer to the one that it is a pair with, which hands nothing up. Returns (out f32[B K G T H], the state,
+        the carry for the layer above).
         """
 
     def positions(self, state: Any) -> Array:

@@ -87,9 +87,10 @@ class Method:
         here = dataclasses.replace(self, select=select, device_layers=0, recipe="")
         if spec.index < self.device_layers:
             here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        layer = MethodLayer(dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec)), spec)
-        layer.check()
-        return layer
+        here = dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec))
+        MethodLayer(here, spec).check()
+        apart = None if self.apart is None else self.apart.at(spec)
+        return MethodLayer(dataclasses.replace(here, apart=apart), spec)
 
 
 _WHY_NONE_LEAVES = {
@@ -127,7 +128,8 @@ class MethodLayer(StateOperations):
         output = m.select is not None and (m.select.scorer.output or (m.rescore is not None and m.rescore.output))
         hidden = m.select is not None and m.select.scorer.hidden
         probe = None if m.select is None else m.select.scorer.probe
-        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden, probe)
+        neighbour = 0 if m.apart is None else m.apart.neighbour
+        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden, probe, neighbour)
 
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""
@@ -256,7 +258,13 @@ class MethodLayer(StateOperations):
 
         A chunk of T tokens gives what T single steps give.
         """
-        return self._in_steps(self._at_once, state, q, fresh, commit, carry)
+        if not self.needs.neighbour:
+            return self._in_steps(self._at_once, state, q, fresh, commit, carry)
+        # What a pair of layers shares is that of all tokens of the call, however many are taken at a time.
+        store, carry = self.method.apart.opened(self, state.apart, carry)
+        opened = dataclasses.replace(state, apart=store)
+        out, after, _ = self._in_steps(self._at_once, opened, q, fresh, commit, None)
+        return out, dataclasses.replace(after, apart=state.apart), carry
 
     def _in_steps(
         self, at_once: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any

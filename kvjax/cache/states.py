@@ -113,6 +113,11 @@ class StateOperations:
     def check_shared(self) -> None:
         """A prefix is read in full, and stays as it is."""
         m = self.method
+        if self.needs.neighbour:
+            raise IncompatibleMethod(
+                f"a prefix that rows share is read layer by layer, and slot `apart`, {type(m.apart).__name__}, holds "
+                "what two layers share once for both; read the prefix under another method, such as 'full'"
+            )
         if m.decode is not None or not isinstance(m.read, Full):
             name = "read" if m.decode is None else "decode"
             raise IncompatibleMethod(
@@ -129,6 +134,7 @@ class StateOperations:
             ("read", m.read.chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
             ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
             ("select", self.needs.probe is not None, "the whole prompt would be read a second time"),
+            ("apart", self.needs.neighbour != 0, "two layers would have to see each other's whole prompts"),
             ("shares", m.shares is not None, "layers would divide a budget that they measured on a part of the text"),
         )
         for name, cannot, reason in reasons:

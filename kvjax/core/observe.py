@@ -22,6 +22,7 @@ class Obs(NamedTuple):
     output: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
     hidden: Array | None = None  # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
     probed: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
+    neighbour: Block | None = None  # the same prompt in the layer above or below, likewise
 
 
 def mass(

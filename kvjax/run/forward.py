@@ -40,6 +40,7 @@ class Prompt(NamedTuple):
     hidden: Array | None = None  # [B 1 S D], where the method asks for it
     output: Array | None = None  # [1 K G H D], likewise
     probed: Array | None = None  # f32[B K S], likewise
+    neighbour: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer above or below, likewise
 
 
 class Past(NamedTuple):
@@ -221,7 +222,8 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
     if not layer.needs.observes:
         return block, None
     q_pos = pos if wanted is None else last_positions(lengths, wanted)
-    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden, prompt.probed)
+    neighbour = None if prompt.neighbour is None else Block(*prompt.neighbour, pos[:, None])
+    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden, prompt.probed, neighbour)
 
 
 def encode(
@@ -237,7 +239,8 @@ def encode(
     width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
     queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
     hidden, probed = (None if x is None else x[:, :, :width] for x in (prompt.hidden, prompt.probed))
-    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed)
+    neighbour = None if prompt.neighbour is None else tuple(x[:, :, :width] for x in prompt.neighbour)
+    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed, neighbour)
     block, seen = seen_by(layer, cut, lengths, keep)
     return devices.prefill(layer, block, seen, slots, mesh)
 

@@ -69,12 +69,13 @@ def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch:
     output = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
     hidden = array(1, length, config.width) if layer.needs.hidden else None
     probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.probe else None
-    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden, probed)
+    block = Block(rows, rows, array(1, length, of=jnp.int32))
+    neighbour = block if layer.needs.neighbour else None
+    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden, probed, neighbour)
 
     def prefill(block, observed):
         seen = observed if layer.needs.observes and length else None
         return layer.prefill(block, seen, slots)
 
-    block = Block(rows, rows, array(1, length, of=jnp.int32))
     traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(block, observed)
     return traced.out_avals, jax.tree.structure(shapes)

@@ -106,7 +106,7 @@ def run(
     setting = Setting(model.config, model.mesh)
     slots = tuple(slots_of(layer, tuple(map(len, ids)), capacity) for layer in plan)
     piece = _piece_width(plan, chunk)
-    if piece is None and not any(layer.needs.all_layers or layer.needs.probe for layer in plan):
+    if piece is None and not any(n.all_layers or n.probe or n.neighbour for n in (layer.needs for layer in plan)):
         tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
         return clock.call(
             WHOLE,
@@ -188,7 +188,7 @@ def encoded(
     capacity: int,
     clock: Clock,
 ) -> tuple[Any, ...]:
-    """The states of all layers; one layer's exact keys and values are freed before the next layer is encoded."""
+    """The states of all layers; a layer's exact keys and values are freed when no other layer has to see them."""
     keep: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
         more = {"lengths": lengths, "setting": setting, "plan": plan}
@@ -199,8 +199,13 @@ def encoded(
         slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
         keep = [place(model, row, "B") for row in tokens]
     layers: list[Any] = []
+    below = None
     while prompts:
         i, prompt = len(layers), prompts.pop(0)
+        if plan[i].needs.neighbour:
+            other = prompts[0] if plan[i].needs.neighbour > 0 else below
+            prompt = prompt._replace(neighbour=(other.k, other.v))
+        below = prompt if prompts and plan[i + 1].needs.neighbour < 0 else None
         if plan[i].needs.chunk:
             layers.append(prompt)  # fed through the method, it is a state already
             continue

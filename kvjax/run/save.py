@@ -7,17 +7,12 @@ by tracing the method, so that a file never names a class.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
-import os
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.contract import Cache, KVMethod, Layer, slots_of
@@ -28,47 +23,24 @@ from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of, parts_of
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.run import archive
 from kvjax.run.plan import bind
 from kvjax.run.planned import abstract_state
 from kvjax.run.prompts import BUCKET, place
 
-FORMAT, VERSION, HEADER = "kvjax-context", 1, "header"
+FORMAT = archive.Format("kvjax-context", 1)
 
 
 def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:
     """Writes the file, whole or not at all: it takes its place only when all of it is on disk."""
-    path, arrays = Path(path), {"last": last, "length": cache.length, **_by_name(cache.layers)}
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "method": name_of(method),
-        "model": _digest(model),
-        "weights": _weights(model),
-        "capacity": cache.capacity,
-        "layers": len(cache.layers),
-        "arrays": {name: _described(x) for name, x in arrays.items()},
-    }
-    fresh = path.with_name(path.name + ".partial")
-    with fresh.open("wb") as file:
-        np.savez(file, **{HEADER: _bytes(json.dumps(header).encode())}, **{n: _bytes(x) for n, x in arrays.items()})
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    return path
+    arrays = {"last": last, "length": cache.length, **_by_name(cache.layers)}
+    header = {"method": name_of(method), "capacity": cache.capacity, "layers": len(cache.layers)}
+    return archive.write(path, FORMAT, model, header, arrays)
 
 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
     """(the method, the cache, the logits of each row's last token f32[B V]); raises as `kvjax.resume` does."""
-    try:
-        # NumPy leaves a file that is no archive open, if it opened it itself.
-        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            header = json.loads(file[HEADER].tobytes())
-            _check(header, path, model)
-            found = {name: _array(file[name], said) for name, said in header["arrays"].items()}
-    except KvjaxError:
-        raise
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
-        raise KvjaxError(f"{path} is no saved context, or a damaged one ({e}); save it again") from e
+    header, found = archive.read(path, FORMAT, model)
     method = _method(header["method"], method, path)
     layers = _layers(model, method, header, found, path)
     last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
@@ -77,53 +49,6 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
 
 def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
     return {f"layer {i}, {j}": x for i, layer in enumerate(layers) for j, x in enumerate(jax.tree.leaves(layer))}
-
-
-def _described(x: Array) -> dict[str, Any]:
-    return {"shape": list(x.shape), "dtype": x.dtype.name, "host": memory.is_host(x)}
-
-
-def _bytes(x: Any) -> np.ndarray:
-    """Any array, or bytes, as u8[n]: NumPy's files know no bfloat16."""
-    if isinstance(x, bytes):
-        return np.frombuffer(x, np.uint8)
-    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
-
-
-def _array(held: np.ndarray, said: Mapping[str, Any]) -> np.ndarray:
-    return held.view(jnp.dtype(said["dtype"])).reshape(said["shape"])
-
-
-def _digest(model: Model) -> str:
-    text = json.dumps([model.config.to_json(), model.dtype.name], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _weights(model: Model) -> str:
-    """Tells models of one configuration apart: the first few numbers of every parameter."""
-    found = hashlib.sha256()
-    for x in jax.tree.leaves(model.params):
-        found.update(_bytes(x[tuple(slice(4) for _ in x.shape)]).tobytes())
-    return found.hexdigest()
-
-
-def _check(header: Mapping[str, Any], path: str | Path, model: Model) -> None:
-    """Raises KvjaxError unless the file is of this version, and of a model like this one."""
-    if header["format"] != FORMAT or header["version"] != VERSION:
-        raise KvjaxError(
-            f"{path} has format {header['format']!r}, version {header['version']!r}, and this kvjax reads version "
-            f"{VERSION} of {FORMAT!r}; read the documents again"
-        )
-    if header["model"] != _digest(model):
-        raise KvjaxError(
-            f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
-            "that model, or read the documents again with this one"
-        )
-    if header.get("weights", "") not in ("", _weights(model)):
-        raise KvjaxError(
-            f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
-            "the documents again with this one"
-        )
 
 
 def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:

@@ -42,14 +42,16 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     return dataclasses.replace(cache, layers=layers, length=cache.length - fewer)
 
 
-def _crop(layers: tuple[Any, ...], count: Array, plan: tuple[Layer, ...], heads: int, mesh: Mesh | None) -> tuple:
+def cropped(layers: tuple[Any, ...], count: Array, plan: tuple[Layer, ...], heads: int, mesh: Mesh | None) -> tuple:
+    """The states of all layers without the last count i32[B] tokens of each row, which can be taken back."""
+
     def one(layer: Layer, state: Any) -> Any:
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(one, plan, layers))
 
 
-CROP = Program(_crop, static=("plan", "heads", "mesh"))
+CROP = Program(cropped, static=("plan", "heads", "mesh"))
 
 
 def rows(cache: Cache, which: Sequence[int]) -> Cache:

@@ -52,8 +52,8 @@ OTHERS = (
 
 
 def battery() -> list[tuple[str, tuple[int, int]]]:
-    """(method, mesh): all meshes for what concerns all heads; for each trial of each recipe one that divides heads."""
-    trials = sorted({trial.small for recipe in load_all().values() for trial in recipe.trials} - set(ALL_HEADS))
+    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each recipe's first trial."""
+    trials = sorted({recipe.trials[0].small for recipe in load_all().values()} - set(ALL_HEADS))
     return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(trials, itertools.cycle(MESHES[:2]))]
 
 

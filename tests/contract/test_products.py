@@ -54,6 +54,15 @@ def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
             assert "slot `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
 
 
+@functools.cache
+def filled(name: str) -> set[str]:
+    """The slots that a recipe fills by itself."""
+    own, default = parse(parts(RECIPES[name])[0][0]), Method()
+    slots = (f.name for f in dataclasses.fields(Method) if f.compare)
+    return {slot for slot in slots if getattr(own, slot) != getattr(default, slot)}
+
+
+@functools.cache
 def kind(name: str) -> str:
     """What a recipe fills its slots with, apart from numbers and from what a scorer makes of its queries."""
     method, default = parse(" + ".join(parts(RECIPES[name])[0])), Method()
@@ -68,12 +77,17 @@ def kind(name: str) -> str:
 
 
 def unlike() -> list[tuple[str, str]]:
-    """Pairs that exist, one for each two kinds of methods."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    """Pairs that exist, so many that each kind of method meets one of each set of slots that others fill."""
+    met: set[tuple[str, frozenset[str]]] = set()
+    found = []
     for a, b in PAIRS:
-        if not isinstance(pair(a, b), IncompatibleMethod):
-            found.setdefault(tuple(sorted((kind(a), kind(b)))), (a, b))
-    return list(found.values())
+        if isinstance(pair(a, b), IncompatibleMethod):
+            continue
+        meetings = {(kind(a), frozenset(filled(b))), (kind(b), frozenset(filled(a)))}
+        if meetings - met:
+            met |= meetings
+            found.append((a, b))
+    return found
 
 
 @pytest.mark.parametrize(("a", "b"), unlike())
@@ -91,13 +105,6 @@ def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_tw
 
 def test_the_documented_table_of_pairs_is_this_one():
     assert composition.PAGE.read_text() == composition.page(), "run python -m tests.contract.composition"
-
-
-def filled(name: str) -> set[str]:
-    """The slots that a recipe fills by itself."""
-    own, default = parse(parts(RECIPES[name])[0][0]), Method()
-    slots = (f.name for f in dataclasses.fields(Method) if f.compare)
-    return {slot for slot in slots if getattr(own, slot) != getattr(default, slot)}
 
 
 @functools.cache

@@ -1,0 +1,118 @@
+"""Named arrays in one file: written whole or not at all, with a version, and refused by another model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core import memory
+from kvjax.core.types import Array, KvjaxError
+from kvjax.models.model import Model
+
+HEADER = "header"
+
+
+class Format(NamedTuple):
+    """What a kind of file is called in its header, and the version of it that is written and read."""
+
+    name: str
+    version: int
+
+
+def write(
+    path: str | Path,
+    form: Format,
+    model: Model,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    deflate: bool = False,
+) -> Path:
+    """Writes the file; it takes its place only when all of it is on disk. deflate: the arrays are compressed."""
+    path = Path(path)
+    header = {
+        "format": form.name,
+        "version": form.version,
+        "model": _digest(model),
+        "weights": _weights(model),
+        "arrays": {name: _described(x) for name, x in arrays.items()},
+        **header,
+    }
+    save = np.savez_compressed if deflate else np.savez
+    fresh = path.with_name(path.name + ".partial")
+    with fresh.open("wb") as file:
+        save(file, **{HEADER: _bytes(json.dumps(header).encode())}, **{n: _bytes(x) for n, x in arrays.items()})
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    return path
+
+
+def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(the header, the arrays); raises KvjaxError for a damaged file, one of another kind and one of another model."""
+    try:
+        # NumPy leaves a file that is no archive open, if it opened it itself.
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            header = json.loads(file[HEADER].tobytes())
+            _check(header, path, form, model)
+            return header, {name: _array(file[name], said) for name, said in header["arrays"].items()}
+    except KvjaxError:
+        raise
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+        raise KvjaxError(f"{path} is no saved context, or a damaged one ({e}); save it again") from e
+
+
+def _described(x: Array) -> dict[str, Any]:
+    return {"shape": list(x.shape), "dtype": x.dtype.name, "host": memory.is_host(x)}
+
+
+def _bytes(x: Any) -> np.ndarray:
+    """Any array, or bytes, as u8[n]: NumPy's files know no bfloat16."""
+    if isinstance(x, bytes):
+        return np.frombuffer(x, np.uint8)
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
+
+
+def _array(held: np.ndarray, said: Mapping[str, Any]) -> np.ndarray:
+    return held.view(jnp.dtype(said["dtype"])).reshape(said["shape"])
+
+
+def _digest(model: Model) -> str:
+    text = json.dumps([model.config.to_json(), model.dtype.name], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _weights(model: Model) -> str:
+    """Tells models of one configuration apart: the first few numbers of every parameter."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(model.params):
+        found.update(_bytes(x[tuple(slice(4) for _ in x.shape)]).tobytes())
+    return found.hexdigest()
+
+
+def _check(header: Mapping[str, Any], path: str | Path, form: Format, model: Model) -> None:
+    """Raises KvjaxError unless the file is of this kind and version, and of a model like this one."""
+    if (header["format"], header["version"]) != form:
+        raise KvjaxError(
+            f"{path} has format {header['format']!r}, version {header['version']!r}, and this kvjax reads version "
+            f"{form.version} of {form.name!r}; read the documents again"
+        )
+    if header["model"] != _digest(model):
+        raise KvjaxError(
+            f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
+            "that model, or read the documents again with this one"
+        )
+    if header.get("weights", "") not in ("", _weights(model)):
+        raise KvjaxError(
+            f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
+            "the documents again with this one"
+        )
