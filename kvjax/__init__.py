@@ -17,6 +17,7 @@ from kvjax.run.generate import Result, generate, stream
 from kvjax.run.packed import pack_exactly, read_packed
 from kvjax.run.planned import planned_bytes
 from kvjax.run.prefixes import read_batch
+from kvjax.run.speculate import Speculation, speculate
 from kvjax.run.splice import splice
 from kvjax.run.states import branch, crop, join, rows
 
@@ -30,6 +31,7 @@ __all__ = [
     "Method",
     "Model",
     "Result",
+    "Speculation",
     "State",
     "branch",
     "compose",
@@ -55,6 +57,7 @@ __all__ = [
     "reuse",
     "rows",
     "score",
+    "speculate",
     "splice",
     "state_bytes",
     "stream",

@@ -47,11 +47,11 @@ METHODS = {
     "kvpress_criticaladakv": ("gqa", kvjax.compose(kvjax.compose(zoo.snapkv(FIELD, **AVG), ADAKV), zoo.criticalkv())),
     "kvpress_merging": ("gqa", kvjax.compose(zoo.keynorm(FIELD), zoo.merging())),
     "kvpress_duo": ("gqa", zoo.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
-    # as in kvpress no token is safe in the prompt's only piece, and no head
-    "kvpress_kvzip": ("gqa", kvjax.compose(zoo.kvzip(FIELD, sinks=0), zoo.adakv(alpha=0, rule="kvpress"))),
+    # repeated without words of its own, for there is no tokenizer; no share of a head is safe
+    "kvpress_kvzip": ("gqa", kvjax.compose(zoo.kvzip(FIELD), zoo.adakv(alpha=0, rule="kvpress"))),
     "kvpress_kvzip_plus": (
         "gqa",
-        kvjax.compose(zoo.kvzip(FIELD, sinks=0, plus=True), zoo.adakv(alpha=0, rule="kvpress")),
+        kvjax.compose(zoo.kvzip(FIELD, plus=True), zoo.adakv(alpha=0, rule="kvpress")),
     ),
     **{f"kvpress_think{kept}": ("gqa", zoo.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
 }

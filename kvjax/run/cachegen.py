@@ -77,10 +77,11 @@ def read(model: Model, path: str | Path) -> Exact:
     n_anchors, n_others = (found[name].shape[1] for name in ("anchor scales", "scales"))
     tables = _tables(found["anchor counts"], found["counts"])
     symbols = rans.decode(found["words"], found["states"], list(zip((n_anchors, n_others), tables, strict=True)))
-    anchor_codes, codes = (x.reshape(len(x), len(header["levels"]), -1).swapaxes(0, 1) for x in symbols)
+    sides, C = found["counts"].shape[:2]
+    anchor_codes, codes = (x.reshape(len(x), sides, C).swapaxes(0, 1) for x in symbols)
     anchors = map(Rows, anchor_codes, found["anchor scales"])
     others = map(Rows, codes, found["scales"])
-    rows = map(_restored_side, anchors, others, header["levels"], [tokens] * len(header["levels"]))
+    rows = map(_restored_side, anchors, others, header["levels"], [tokens] * sides)
     arrays = [_padded(model, x, tokens) for x in rows]
     lengths = place(model, found["length"], "B")
     exact = of_arrays(model, list(zip(arrays[::2], arrays[1::2], strict=True)), lengths)
@@ -188,7 +189,8 @@ def _tables(anchor_counts: np.ndarray, counts: np.ndarray) -> tuple[rans.Tables,
 
 def _lanes(codes: np.ndarray) -> np.ndarray:
     """u8[sides n C] -> u8[n sides*C]."""
-    return codes.swapaxes(0, 1).reshape(codes.shape[1], -1)
+    sides, n, C = codes.shape
+    return codes.swapaxes(0, 1).reshape(n, sides * C)
 
 
 def _narrow(counts: np.ndarray) -> np.ndarray:

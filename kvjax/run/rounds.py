@@ -22,7 +22,6 @@ from kvjax.run.loop import begin
 from kvjax.run.sampling import Sampler, sample
 from kvjax.run.states import cropped
 
-
 Settings = tuple[Setting, Setting]  # of the verifier and of the draft
 
 
@@ -52,7 +51,7 @@ class Rounds:
 def start(
     logits: Array, verifier: Cache, draft: Cache, keys: Array, eos: Array, sampler: Sampler, length: int
 ) -> Rounds:
-    """The first token, from the logits f32[B V] of the verifier's prompt; `length` is M, the most tokens to generate."""
+    """The first token, from the logits f32[B V] of the verifier's prompt; length: M, the most tokens to generate."""
     first = begin(logits, verifier, keys, eos, sampler, length)
     made, accepted, drafted = jnp.ones_like(first.token), jnp.zeros_like(first.token), jnp.zeros_like(first.token)
     stuck = jnp.zeros(2, bool)

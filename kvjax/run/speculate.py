@@ -99,27 +99,14 @@ def speculate(
     _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", clock)
     last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", clock)
     read_seconds = clock.running
-    rounds = clock.call(
-        START,
-        logits=last,
-        verifier=cache,
-        draft=guessing,
-        keys=row_keys(jax.random.key(seed), len(ids)),
-        eos=jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)),
-        sampler=s,
-        length=max_new_tokens,
-    )
+    eos = jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32))
+    keys = row_keys(jax.random.key(seed), len(ids))
+    first = {"logits": last, "verifier": cache, "draft": guessing, "keys": keys, "eos": eos}
+    rounds = clock.call(START, **first, sampler=s, length=max_new_tokens)
     begun = clock.running
-    rounds = clock.call(
-        ROUNDS,
-        params=model.params,
-        draft_params=drafter.params,
-        rounds=rounds,
-        sampler=s,
-        how=how,
-        ahead=ahead,
-        settings=(Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)),
-    )
+    settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
+    both = {"params": model.params, "draft_params": drafter.params, "settings": settings}
+    rounds = clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)
     _check_never_stuck(rounds, draft, method)
     return _result(model, rounds, read_seconds, clock.running - begun, clock.compiling)
 

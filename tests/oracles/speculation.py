@@ -1,0 +1,29 @@
+"""Speculative sampling (arXiv 2211.17192, Algorithm 1) and RAPID's shift (arXiv 2502.20330), for one place of a row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    """f64[V]."""
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def shifted(z: np.ndarray, y: np.ndarray, m: float, alpha: float) -> np.ndarray:
+    """The verifier's logits z [V] after the draft's y [V] have moved them."""
+    p, q = softmax(z), softmax(y)
+    out = z.copy()
+    for token in range(len(z)):
+        if q[token] >= alpha * q.max():
+            out[token] -= m * (p[token] - q[token])
+    return out
+
+
+def outcome(z: np.ndarray, y: np.ndarray, m: float = 0.0, alpha: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """(the probability that each token is accepted when it was drafted [V], what is drawn after a rejection [V])."""
+    p, q, near = softmax(z), softmax(y), softmax(shifted(z, y, m, alpha))
+    accept = np.array([min(1.0, near[x] / q[x]) for x in range(len(z))])
+    rest = np.array([max(p[x] - q[x], p[x] - near[x], 0.0) for x in range(len(z))])
+    return accept, rest / rest.sum()
