@@ -10,6 +10,7 @@ from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.strings import name_of, parse, parse_many
 from kvjax.models.config import Config
 from kvjax.models.model import Model, load, random_model
+from kvjax.run import cachegen
 from kvjax.run.calls import extend, logits, prefill, score
 from kvjax.run.context import Context, read, resume
 from kvjax.run.exact import Exact, read_exactly
@@ -34,6 +35,7 @@ __all__ = [
     "Speculation",
     "State",
     "branch",
+    "cachegen",
     "compose",
     "crop",
     "extend",

@@ -14,10 +14,10 @@ from kvjax.methods.trial import Trial, everything
     Trial("minicache", "minicache", everything),
     formula="x'_l = |x_l| e and x'_{l-1} = |x_{l-1}| e, e = [sin((1-t) w) u_{l-1} + sin(t w) u_l] / sin(w), "
     "u = x / |x|, w the angle between both u; tokens with the largest w keep x",
-    differs="The tokens that stay exact are a fixed share of each head's, by the angle between keys, for keys and values "
-    "alike; the paper counts them by a threshold between the smallest and the largest angle (gamma = 0.05, unverified), "
-    "which gives no fixed size. Merged directions are made unit vectors again where the angle is next to a half turn. "
-    "What is decoded is never merged.",
+    differs="The tokens that stay exact are a fixed share of each head's, by the angle between keys, for keys and "
+    "values alike; the paper counts them by a threshold between the smallest and the largest angle (gamma = 0.05, "
+    "unverified), which gives no fixed size. Merged directions become unit vectors again, which matters next to a half "
+    "turn alone. What is decoded is never merged.",
     example="minicache",
     sized_by="share",
 )

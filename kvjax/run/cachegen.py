@@ -1,13 +1,15 @@
 """Keys and values of a context in few levels, entropy-coded in one file (CacheGen).
 
-Liu et al. 2024, arXiv 2310.07240, section 5: tokens form groups of ten; the first of each, its anchor, is written in 8
-bits and the others as differences to it, in fewer levels the higher the layer, and all that by an entropy coder with
-distributions per layer and channel. Public code (`cachegen_encoder.py`) has no anchors: `group=0` is that, and levels
-are as there: x / max |x| over all channels of a token, times levels // 2 - 1, rounded. Not as in the paper: its
-distributions are profiled once per model, those here are of the file itself and in it, as in public code; anchors share
-one for all channels of a layer's keys or values, since tables per channel would be as large as the anchors. Coded by
-rANS instead of arithmetic coding. Not here: the streaming of chunks, and the controller that chooses their levels.
-Unverified: the paper's group of ten and the 8 bits of its anchors, for which there is no public code.
+Liu et al. 2024, arXiv 2310.07240, section 5. Each token of a layer's keys or values is divided by its largest magnitude
+over all channels and rounded to levels, fewer in higher layers; these are coded with a distribution for each layer and
+channel. In the paper tokens form groups of ten, of which the first, the anchor, is written in 8 bits and the others as
+differences to it. Public code (`cachegen_encoder.py`) has no anchors, and they are off here unless `group` is given:
+on the shipped model differences take more bits, at no smaller error.
+
+Not as in the paper: its distributions are profiled once per model; these are the file's own, as in public code. Anchors
+share one for all channels of a layer's keys or values, since tables per channel would be as large as the anchors. rANS
+stands for arithmetic coding. Not here: the streaming of chunks, and the controller that chooses levels or the text.
+Unverified: the group of ten and the anchors' 8 bits, for which no code is public.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ MANY_KEYS, MANY_VALUES = 10 / 32, 2 / 32  # the share of the layers that have ma
 Levels = int | Sequence[tuple[int, int]]
 
 
-def write(path: str | Path, context: Exact | Context, *, levels: Levels | None = None, group: int = 10) -> Path:
+def write(path: str | Path, context: Exact | Context, *, levels: Levels | None = None, group: int = 0) -> Path:
     """Writes keys and values in few levels, whole or not at all, for `read` to make exact prompts of; returns the path.
 
     context: from `kvjax.read_exactly`, or read under `full`. levels: of all layers, or (of keys, of values) of each, 4
-    to 256; default as in public code. group: tokens of an anchor and what is written as differences to it; 0 for no
-    anchors. Raises KvjaxError for other levels and groups, and for keys and values that are not finite.
+    to 256; default as in public code. group: tokens of an anchor and those that are written as differences to it, 10 in
+    the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, and for keys and values that are not finite.
     """
     exact = context if isinstance(context, Exact) else held_in_full(context)
     if group < 0:
@@ -48,11 +50,11 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
     lengths, levels = np.asarray(exact.lengths), _per_side(levels, exact.model.config.layers)
     tokens = _tokens(lengths, group)
     sides = [_quantised_side(x, n, tokens) for x, n in zip(_sides(exact), levels, strict=True)]
-    anchors, others = (Rows(*map(np.stack, zip(*rows, strict=True))) for rows in zip(*sides, strict=True))
+    anchors, others = (_stacked(rows) for rows in zip(*sides, strict=True))
     anchor_counts = _counts(anchors.codes, ANCHOR_LEVELS).sum(1)
     counts = _counts(others.codes, max(levels))
-    tables = _tables(anchor_counts, counts)
-    words, states = rans.encode([(_lanes(x.codes), t) for x, t in zip((anchors, others), tables, strict=True)])
+    of_anchors, of_others = _tables(anchor_counts, counts)
+    words, states = rans.encode([(_lanes(anchors.codes), of_anchors), (_lanes(others.codes), of_others)])
     arrays = {
         "last": exact.last,
         "length": lengths,
@@ -75,8 +77,8 @@ def read(model: Model, path: str | Path) -> Exact:
     header, found = archive.read(path, FORMAT, model)
     tokens = _tokens(found["length"], header["group"])
     n_anchors, n_others = (found[name].shape[1] for name in ("anchor scales", "scales"))
-    tables = _tables(found["anchor counts"], found["counts"])
-    symbols = rans.decode(found["words"], found["states"], list(zip((n_anchors, n_others), tables, strict=True)))
+    of_anchors, of_others = _tables(found["anchor counts"], found["counts"])
+    symbols = rans.decode(found["words"], found["states"], [(n_anchors, of_anchors), (n_others, of_others)])
     sides, C = found["counts"].shape[:2]
     anchor_codes, codes = (x.reshape(len(x), sides, C).swapaxes(0, 1) for x in symbols)
     anchors = map(Rows, anchor_codes, found["anchor scales"])
@@ -185,6 +187,11 @@ def _tables(anchor_counts: np.ndarray, counts: np.ndarray) -> tuple[rans.Tables,
     sides, C, levels = counts.shape
     of_side = np.repeat(np.arange(sides), C)
     return rans.Tables(anchor_counts, of_side), rans.Tables(counts.reshape(-1, levels), np.arange(sides * C))
+
+
+def _stacked(rows: Sequence[Rows]) -> Rows:
+    """Those of all sides, u8[sides n C] and bf16[sides n]."""
+    return Rows(np.stack([x.codes for x in rows]), np.stack([x.scales for x in rows]))
 
 
 def _lanes(codes: np.ndarray) -> np.ndarray:

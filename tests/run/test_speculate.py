@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
-from kvjax.run.acceptance import chances, judge, moved, shift
+from kvjax.run import acceptance
+from kvjax.run.acceptance import chances, moved, shift
 from kvjax.run.rounds import ROUNDS
 from kvjax.run.sampling import sampler
 from kvjax.testing import toy_model
@@ -22,6 +23,7 @@ QUEST = "quest:budget=6,page=2,device_layers=0"
 NEVER = (-5, -6)  # no token is one of these
 FREE = {"max_new_tokens": 17, "eos_ids": NEVER}
 DRAWN = {**FREE, "temperature": 1.3, "top_p": 0.9}
+judge = jax.jit(acceptance.judge)
 
 
 def test_greedy_is_what_generate_gives():
@@ -41,12 +43,10 @@ def test_greedy_is_what_generate_gives():
 
 
 def test_another_model_drafts_from_a_shorter_text():
-    drafter, method = toy_model(layers=1, width=16, seed=1), f"{QUEST} + offload"
-    short = [prompt[-5:] for prompt in PROMPTS]
-    out = kvjax.speculate(MODEL, PROMPTS, "int4", method, draft_model=drafter, draft_prompts=short, ahead=1, **FREE)
-    want = kvjax.generate(MODEL, PROMPTS, method, **FREE)
-    assert out.tokens == want.tokens and out.bytes == want.bytes
-    assert 0 < sum(out.draft_bytes.values()) < sum(out.bytes.values())
+    drafter, short = toy_model(layers=1, width=16, seed=1), [prompt[-5:] for prompt in PROMPTS]
+    out = kvjax.speculate(MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE)
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    assert out.bytes["pinned_host"] > sum(out.draft_bytes.values()) > 0
     assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
 
 

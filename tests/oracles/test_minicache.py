@@ -1,0 +1,227 @@
+"""MiniCache against its oracle, in the pairs of layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.contract import Layer, LayerSpec
+from kvjax.cache.hold.directions import between, by_length, likeness
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope
+from kvjax.core.types import Block, KvjaxError
+from kvjax.models.config import Config
+from kvjax.models.sharding import param_shardings
+from kvjax.run.exact import Exact, read_exactly
+from kvjax.testing import dense_attention, toy_model
+from tests.contract import layer
+from tests.oracles import minicache as oracle
+
+MODEL = toy_model(layers=4)
+LOWER, UPPER = 2, 3
+PROMPTS = [list(range(1, 22)), [7], [5, 3, 1, 60, 61, 62, 63]]
+LENGTHS = np.array([len(row) for row in PROMPTS])
+CAPACITY, STEPS = 40, 3
+
+
+@functools.cache
+def exactly() -> Exact:
+    return read_exactly(MODEL, PROMPTS)
+
+
+@functools.cache
+def cache_under(method: str):
+    return kvjax.read(MODEL, PROMPTS, method, capacity=CAPACITY).cache
+
+
+@functools.cache
+def decoded() -> list[tuple[jax.Array, Block]]:
+    """Queries, keys and values of the tokens that follow, of each layer."""
+    rng, c = np.random.default_rng(0), MODEL.config
+    pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
+    found = []
+    for _ in range(c.layers):
+        q = jnp.asarray(rng.normal(size=(3, c.kv_heads, c.groups, STEPS, c.head_dim)) * 2, jnp.float32)
+        k, v = (jnp.asarray(rng.normal(size=(3, c.kv_heads, STEPS, c.head_dim)), jnp.float32) for _ in range(2))
+        found.append((q, Block(k, v, pos)))
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), compiler_options=layer.QUICK)
+def through(plan: tuple[Layer, Layer], states, fresh) -> tuple[list[jax.Array], list]:
+    """Tokens through both layers of a pair: (what each gives, their states)."""
+    outs, after, carry = [], [], None
+    for bound, state, (q, block) in zip(plan, states, fresh, strict=True):
+        out, state, carry = bound.extend(state, q, block, q.shape[3], carry)
+        outs.append(out)
+        after.append(state)
+    return outs, after
+
+
+def rows(i: int, b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+    """Exact keys and values [T H] of one head of a prompt."""
+    prompt = exactly().prompts[i]
+    return tuple(np.asarray(x[b, head, : LENGTHS[b]], np.float64) for x in (prompt.k, prompt.v))
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
+    """With all tokens exact that is full attention; a chunk gives what single steps give."""
+    method = f"minicache:share={share}"
+    cache, fresh = cache_under(method), decoded()[LOWER:]
+    plan, states = cache.plan[LOWER:], list(cache.layers[LOWER:])
+    chunk, _ = through(plan, states, fresh)
+    singles = []
+    for t in range(STEPS):
+        one = [(q[:, :, :, t : t + 1], jax.tree.map(lambda x, t=t: x[:, :, t : t + 1], block)) for q, block in fresh]
+        types = jax.tree.map(jax.typeof, states)
+        out, states = through(plan, states, one)
+        assert jax.tree.map(jax.typeof, states) == types
+        singles.append(out)
+    for i, (q, block) in enumerate(fresh):
+        np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
+        for b, n in enumerate(LENGTHS):
+            for head in range(MODEL.config.kv_heads):
+                held = oracle.pair(rows(LOWER, b, head), rows(UPPER, b, head), share, 0.6)[i]
+                k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(held, (block.k, block.v), strict=True))
+                want = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
+                np.testing.assert_allclose(chunk[i][b, head], want, atol=2e-5)
+
+
+def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
+    cache = cache_under("minicache:share=0.2")
+    lower, upper = cache.layers[LOWER:]
+    np.testing.assert_array_equal(lower.pos, upper.pos)
+    np.testing.assert_array_equal(lower.apart.pos, upper.apart.pos)
+    assert upper.apart.k is None and upper.apart.v is None
+    every = np.asarray(cache.plan[LOWER].positions(lower))
+    for b, n in enumerate(LENGTHS):
+        for head in range(MODEL.config.kv_heads):
+            stay = oracle.exact(rows(LOWER, b, head)[0], rows(UPPER, b, head)[0], 0.2)
+            assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == stay
+            assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
+
+
+def test_prompts_that_were_read_once_in_full_make_the_same_cache():
+    method = "minicache:share=0.2"
+    jax.tree.map(np.testing.assert_array_equal, exactly().under(method, CAPACITY).cache, cache_under(method))
+
+
+def spec(index: int, layers: int) -> LayerSpec:
+    return LayerSpec(index, layers, kv_heads=2, groups=2, head_dim=8, window=None, rope=Rope(8))
+
+
+def test_pairs_begin_in_the_middle_and_a_last_layer_may_be_alone():
+    def pairs(layers: int, method: str = "minicache") -> list[int]:
+        return [kvjax.parse(method).bind(spec(i, layers)).needs.neighbour for i in range(layers)]
+
+    assert pairs(4) == [0, 0, 1, -1]
+    assert pairs(5) == [0, 0, 1, -1, 0]
+    assert pairs(1) == [0] and pairs(2) == [0, 0]
+    assert pairs(3, "minicache:start=0") == [1, -1, 0]
+    assert kvjax.parse("minicache").bind(spec(1, 4)) == kvjax.parse("full").bind(spec(1, 4))
+
+
+@pytest.mark.parametrize("index", [LOWER, UPPER])
+def test_padding_counts_for_nothing(index):
+    """Whatever lies beyond a row's end, here and in the other layer."""
+    bound = kvjax.parse("minicache:share=0.2").bind(spec(index, 4))
+    prompt, other = (exactly().prompts[i] for i in (index, LOWER + UPPER - index))
+    pos = np.arange(prompt.k.shape[2])[None] < LENGTHS[:, None]
+    block_pos = jnp.asarray(np.where(pos, np.arange(pos.shape[1])[None], -1), jnp.int32)[:, None]
+
+    def block(of, padding: float) -> Block:
+        return Block(*(jnp.where(pos[:, None, :, None], x, padding) for x in (of.k, of.v)), block_pos)
+
+    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    def state(padding: float):
+        seen = Obs(prompt.q, jnp.zeros((3, 0), jnp.int32), neighbour=block(other, padding))
+        return bound.prefill(block(prompt, padding), seen, 24)
+
+    jax.tree.map(np.testing.assert_array_equal, state(np.inf), state(0.0))
+
+
+def test_a_quarter_turn_by_hand():
+    """Six tenths of it are 54 degrees."""
+    got = between(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
+    np.testing.assert_allclose(got[0], [0.587785, 0.809017], atol=1e-6)
+    np.testing.assert_allclose(oracle.between(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e3])
+def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)) * scale, jnp.float32)
+    unit = by_length(a)[1]
+    np.testing.assert_allclose(np.linalg.norm(unit, axis=-1), 1.0, atol=1e-6)
+    for b, t, want in ((a, 0.6, unit), (-a, 0.6, -unit), (-a, 0.3, unit), (0 * a, 0.6, unit), (a * 2, 0.0, unit)):
+        np.testing.assert_allclose(between(a, b, t), want, atol=1e-5)
+    for b in (-a, 0 * a):
+        assert np.isfinite(between(0 * a, b, 0.6)).all() and np.isfinite(between(a, b, 0.5)).all()
+
+
+def test_the_angle_is_the_same_whichever_layer_asks():
+    a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
+    np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness, compiler_options=layer.QUICK)(b, a))
+    want = [np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)]
+    np.testing.assert_allclose(likeness(a, b), want, atol=1e-3)
+    assert not np.asarray(likeness(0 * a, b)).any()
+
+
+def test_bytes_are_the_planned_ones_and_below_those_of_full():
+    cache = cache_under("minicache:share=0.2")
+    sizes = {"capacity": CAPACITY, "batch": 3, "dtype": MODEL.dtype}
+    planned = kvjax.planned_bytes("minicache:share=0.2", MODEL.config, int(LENGTHS.max()), **sizes)
+    assert state_bytes(cache.layers) == planned
+    config = Config(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
+    full, pairs = (kvjax.planned_bytes(m, config, 4000)["device"] for m in ("full", "minicache"))
+    # Of four layers two are a pair: they share 95 % of their rows, and add lengths and positions.
+    assert 0.75 < pairs / full < 0.79
+
+
+def test_directions_are_held_in_few_bits_and_on_the_host():
+    """And come back: what the pair reads is next to what it reads without a codec."""
+    cache, fresh = cache_under("minicache:share=0.2 + int4 + offload"), decoded()[LOWER:]
+    got, _ = through(cache.plan[LOWER:], list(cache.layers[LOWER:]), fresh)
+    cache = cache_under("minicache:share=0.2")
+    want, _ = through(cache.plan[LOWER:], list(cache.layers[LOWER:]), fresh)
+    for mine, other in zip(got, want, strict=True):
+        assert 0 < np.linalg.norm(mine - other) < 0.3 * np.linalg.norm(other)
+
+
+def test_a_model_on_a_mesh_goes_on_as_on_one_device_and_from_a_file(tmp_path):
+    one, prompts = toy_model(layers=2, vocab_size=96), [*PROMPTS, [9, 8]]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    params = jax.device_put(one.params, param_shardings(one.config, mesh))
+    four = dataclasses.replace(one, params=params, mesh=mesh)
+    method = "minicache:start=0,share=0.2"
+    alone, spread = (kvjax.generate(m, prompts, method, max_new_tokens=4, eos_ids=()) for m in (one, four))
+    assert spread.tokens == alone.tokens and spread.bytes == alone.bytes
+    read = kvjax.read(one, prompts, method, room=4)
+    resumed = kvjax.resume(one, read.save(tmp_path / "context"), method)
+    jax.tree.map(np.testing.assert_array_equal, resumed.cache, read.cache)
+
+
+def test_what_has_no_meaning_is_refused():
+    for text, why in {
+        "minicache + h2o": "slot `decode`",
+        "minicache + snapkv": "slot `select`",
+        "minicache + tidal_decode": "slot `read`",
+        "minicache + infllm": "takes it in pieces",
+        "minicache + zipcache": "both fill the slot `apart`",
+        "minicache:share=0": r"must lie in \[0.001, 1\], got 0",
+        "minicache:t=2": "t lies between",
+        "minicache:start=2": "start, a share of the layers",
+    }.items():
+        with pytest.raises(KvjaxError, match=why):
+            layer.bound(text)
+    context = kvjax.read(MODEL, PROMPTS[:1], "minicache", room=4)
+    with pytest.raises(KvjaxError, match="slot `apart`, SharedDirections"):
+        context.share([[1, 2]], "full")
