@@ -19,7 +19,6 @@ from kvjax.methods.trial import Trial, everything
     "unverified), which gives no fixed size. Merged directions become unit vectors again, which matters next to a half "
     "turn alone. What is decoded is never merged.",
     example="minicache",
-    sized_by="share",
 )
 def minicache(t: float = 0.6, share: float = 0.05, start: float = 0.5) -> Method:
     """Pairs of layers hold the directions of a prompt's keys and values once, and lengths for each layer.

@@ -15,14 +15,14 @@ Unverified: the group of ten and the anchors' 8 bits, for which no code is publi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 from kvjax.run import archive, rans
 from kvjax.run.context import Context
@@ -42,7 +42,8 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
 
     context: from `kvjax.read_exactly`, or read under `full`. levels: of all layers, or (of keys, of values) of each, 4
     to 256; default as in public code. group: tokens of an anchor and those that are written as differences to it, 10 in
-    the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, and for keys and values that are not finite.
+    the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, for another method than `full`, and for
+    keys and values that are not finite.
     """
     exact = context if isinstance(context, Exact) else held_in_full(context)
     if group < 0:
@@ -90,6 +91,12 @@ def read(model: Model, path: str | Path) -> Exact:
     return dataclasses.replace(exact, last=place(model, found["last"], "B"))
 
 
+def default_levels(layers: int) -> list[tuple[int, int]]:
+    """(Levels of keys, of values) of each layer as in public code for 32 layers, in the same shares of the depth."""
+    shares = (MANY_KEYS, MANY_VALUES)
+    return [tuple(MANY if i < share * layers else FEW for share in shares) for i in range(layers)]
+
+
 class Tokens(NamedTuple):
     """The tokens of all rows, one row behind the other."""
 
@@ -116,8 +123,7 @@ def _tokens(lengths: np.ndarray, group: int) -> Tokens:
 def _per_side(levels: Levels | None, layers: int) -> list[int]:
     """The levels of the first layer's keys, of its values, of the second layer's keys, and so on."""
     if levels is None:
-        shares = (MANY_KEYS, MANY_VALUES)
-        levels = [tuple(MANY if i < share * layers else FEW for share in shares) for i in range(layers)]
+        levels = default_levels(layers)
     elif isinstance(levels, int):
         levels = [(levels, levels)] * layers
     found = [int(n) for pair in levels for n in pair]
@@ -129,14 +135,14 @@ def _per_side(levels: Levels | None, layers: int) -> list[int]:
     return found
 
 
-def _sides(exact: Exact):
+def _sides(exact: Exact) -> Iterator[Array]:
     """Keys and values [B K S H] of each layer in turn."""
     for prompt in exact.prompts:
         yield prompt.k
         yield prompt.v
 
 
-def _quantised_side(side, levels: int, tokens: Tokens) -> tuple[Rows, Rows]:
+def _quantised_side(side: Array, levels: int, tokens: Tokens) -> tuple[Rows, Rows]:
     """(the anchors, the other tokens as differences to them) of keys or values [B K S H] of a layer."""
     x = np.asarray(side)[tokens.row, :, tokens.pos].astype(np.float32)
     x = x.reshape(len(x), -1)
@@ -205,7 +211,7 @@ def _narrow(counts: np.ndarray) -> np.ndarray:
     return counts.astype(np.min_scalar_type(int(counts.max())))
 
 
-def _padded(model: Model, x: np.ndarray, tokens: Tokens):
+def _padded(model: Model, x: np.ndarray, tokens: Tokens) -> Array:
     """Tokens f32[n C] as keys or values [B K S H] of the model's dtype, on its devices."""
     c, B, S = model.config, int(tokens.row.max()) + 1, round_up(int(tokens.pos.max()) + 1)
     rows = np.zeros((B, c.kv_heads, S, c.head_dim), model.dtype)

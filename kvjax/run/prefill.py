@@ -125,6 +125,7 @@ def run(
     past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
     out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
     prompts = [forward.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
+    del past  # each layer's exact keys and values are freed as soon as the layer is encoded
     if any(layer.needs.probe for layer in plan):
         prompts = probe.probed(model, setting, ids, prompts, lengths, plan, clock)
     layers = encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)

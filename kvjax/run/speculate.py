@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,14 @@ from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run import calls
 from kvjax.run import prefill as prompt_runner
-from kvjax.run.acceptance import shift
+from kvjax.run.acceptance import Shift, shift
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.generate import Result
 from kvjax.run.plan import bind
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.rounds import ROUNDS, START, Rounds
-from kvjax.run.sampling import row_keys, sampler
+from kvjax.run.sampling import Sampler, row_keys, sampler
 from kvjax.run.states import cropped, mesh_of, offered
 
 REMEDY = "take one that only appends, token by token, such as 'full', 'int4' or 'quest:budget=256'"
@@ -98,17 +99,33 @@ def speculate(
     extra = max_new_tokens + ahead  # a last round may feed so many more than are wanted
     _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", clock)
     last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", clock)
-    read_seconds = clock.running
+    read_seconds, first = clock.running, {"logits": last, "verifier": cache, "draft": guessing}
+    options = {"ahead": ahead, "length": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
+    rounds = _decoded(model, drafter, first, s, how, clock, **options)
+    _check_never_stuck(rounds, draft, method)
+    return _result(model, rounds, read_seconds, clock)
+
+
+def _decoded(
+    model: Model,
+    drafter: Model,
+    first: dict[str, Any],
+    s: Sampler,
+    how: Shift,
+    clock: Clock,
+    *,
+    ahead: int,
+    length: int,
+    seed: int,
+    eos_ids: tuple[int, ...] | None,
+) -> Rounds:
+    """All rounds, from what both have read."""
     eos = jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32))
-    keys = row_keys(jax.random.key(seed), len(ids))
-    first = {"logits": last, "verifier": cache, "draft": guessing, "keys": keys, "eos": eos}
-    rounds = clock.call(START, **first, sampler=s, length=max_new_tokens)
-    begun = clock.running
+    keys = row_keys(jax.random.key(seed), first["logits"].shape[0])
+    rounds = clock.call(START, **first, keys=keys, eos=eos, sampler=s, length=length)
     settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
     both = {"params": model.params, "draft_params": drafter.params, "settings": settings}
-    rounds = clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)
-    _check_never_stuck(rounds, draft, method)
-    return _result(model, rounds, read_seconds, clock.running - begun, clock.compiling)
+    return clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)
 
 
 def _check_alike(model: Model, drafter: Model, ids: list[list[int]], draft_ids: list[list[int]]) -> None:
@@ -158,16 +175,16 @@ def _check_never_stuck(rounds: Rounds, draft: str | KVMethod, method: str | KVMe
             )
 
 
-def _result(model: Model, rounds: Rounds, read: float, decoded: float, compiled: float) -> Speculation:
+def _result(model: Model, rounds: Rounds, read_seconds: float, clock: Clock) -> Speculation:
     tokens = [row[row >= 0].tolist() for row in np.asarray(rounds.out)]
     return Speculation(
         tokens=tokens,
         text=None if model.tokenizer is None else [model.tokenizer.decode(t) for t in tokens],
         finish_reasons=["stop" if ended else "length" for ended in np.asarray(rounds.ended)],
         bytes=state_bytes(rounds.verifier),
-        prefill_seconds=read,
-        decode_seconds=decoded,
-        compile_seconds=compiled,
+        prefill_seconds=read_seconds,
+        decode_seconds=clock.running - read_seconds,
+        compile_seconds=clock.compiling,
         decode_steps=int(rounds.count),
         rows=len(tokens),
         accepted=np.asarray(rounds.accepted).tolist(),

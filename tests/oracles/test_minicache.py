@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -13,14 +12,16 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import Layer, LayerSpec
+from kvjax.cache.contract import Cache, Layer, LayerSpec
 from kvjax.cache.hold.directions import between, by_length, likeness
+from kvjax.core.mesh import layer_axes, named
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
 from kvjax.models.config import Config
-from kvjax.models.sharding import param_shardings
+from kvjax.run import devices, forward
 from kvjax.run.exact import Exact, read_exactly
+from kvjax.run.forward import Prompt
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle
@@ -29,7 +30,7 @@ MODEL = toy_model(layers=4)
 LOWER, UPPER = 2, 3
 PROMPTS = [list(range(1, 22)), [7], [5, 3, 1, 60, 61, 62, 63]]
 LENGTHS = np.array([len(row) for row in PROMPTS])
-CAPACITY, STEPS = 40, 3
+CAPACITY, STEPS = 64, 3
 
 
 @functools.cache
@@ -38,8 +39,12 @@ def exactly() -> Exact:
 
 
 @functools.cache
-def cache_under(method: str):
-    return kvjax.read(MODEL, PROMPTS, method, capacity=CAPACITY).cache
+def context_under(method: str) -> kvjax.Context:
+    return exactly().under(method, CAPACITY)
+
+
+def cache_under(method: str) -> Cache:
+    return context_under(method).cache
 
 
 @functools.cache
@@ -110,9 +115,10 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
             assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
 
 
-def test_prompts_that_were_read_once_in_full_make_the_same_cache():
+def test_prompts_that_were_read_once_in_full_make_the_same_cache_as_those_read_under_it():
     method = "minicache:share=0.2"
-    jax.tree.map(np.testing.assert_array_equal, exactly().under(method, CAPACITY).cache, cache_under(method))
+    read = kvjax.read(MODEL, PROMPTS, method, capacity=CAPACITY).cache
+    jax.tree.map(np.testing.assert_array_equal, cache_under(method), read)
 
 
 def spec(index: int, layers: int) -> LayerSpec:
@@ -170,8 +176,8 @@ def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
 def test_the_angle_is_the_same_whichever_layer_asks():
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
     np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness, compiler_options=layer.QUICK)(b, a))
-    want = [np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)]
-    np.testing.assert_allclose(likeness(a, b), want, atol=1e-3)
+    cos = np.array([np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
+    np.testing.assert_allclose(likeness(a, b), cos * np.abs(cos), atol=1e-3)
     assert not np.asarray(likeness(0 * a, b)).any()
 
 
@@ -196,17 +202,35 @@ def test_directions_are_held_in_few_bits_and_on_the_host():
         assert 0 < np.linalg.norm(mine - other) < 0.3 * np.linalg.norm(other)
 
 
-def test_a_model_on_a_mesh_goes_on_as_on_one_device_and_from_a_file(tmp_path):
-    one, prompts = toy_model(layers=2, vocab_size=96), [*PROMPTS, [9, 8]]
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    params = jax.device_put(one.params, param_shardings(one.config, mesh))
-    four = dataclasses.replace(one, params=params, mesh=mesh)
-    method = "minicache:start=0,share=0.2"
-    alone, spread = (kvjax.generate(m, prompts, method, max_new_tokens=4, eos_ids=()) for m in (one, four))
-    assert spread.tokens == alone.tokens and spread.bytes == alone.bytes
-    read = kvjax.read(one, prompts, method, room=4)
-    resumed = kvjax.resume(one, read.save(tmp_path / "context"), method)
-    jax.tree.map(np.testing.assert_array_equal, resumed.cache, read.cache)
+def test_two_devices_that_divide_the_heads_give_what_one_gives():
+    cache, exact = cache_under("minicache:share=0.2"), exactly()
+    plan, fresh, mesh = cache.plan[LOWER:], decoded()[LOWER:], Mesh(np.array(jax.devices()[:2]), ("model",))
+
+    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    def run(prompts, fresh):
+        outs, states, carry = [], [], None
+        for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):
+            prompt = Prompt(mine.k, mine.v, mine.q[:, :, :, :0], neighbour=(other.k, other.v))
+            state = forward.encode(bound, prompt, exact.lengths, cache.layers[LOWER].pos.shape[2], CAPACITY, mesh)
+            out, state, carry = devices.extend(bound, state, q, block, STEPS, carry, mesh)
+            outs.append(out)
+            states.append(state)
+        return outs, states
+
+    given = list(exact.prompts[LOWER:]), fresh
+    two = run(*jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, 3, 2), mesh)), given))
+    for state in two[1]:
+        parts = [shard.data.shape for shard in state.apart.k_length.addressable_shards]
+        assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
+    one = through(plan, list(cache.layers[LOWER:]), fresh)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), two, one)
+
+
+def test_a_context_comes_back_from_a_file(tmp_path):
+    method = "minicache:share=0.2"
+    context = context_under(method)
+    resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"), method)
+    jax.tree.map(np.testing.assert_array_equal, resumed.cache, context.cache)
 
 
 def test_what_has_no_meaning_is_refused():
@@ -222,6 +246,5 @@ def test_what_has_no_meaning_is_refused():
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
-    context = kvjax.read(MODEL, PROMPTS[:1], "minicache", room=4)
     with pytest.raises(KvjaxError, match="slot `apart`, SharedDirections"):
-        context.share([[1, 2]], "full")
+        context_under("minicache:share=0.2").share([[1, 2]], "full", of=[0])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
+from kvjax.models.sharding import param_shardings
 from kvjax.run import acceptance
 from kvjax.run.acceptance import chances, moved, shift
 from kvjax.run.rounds import ROUNDS
@@ -16,9 +20,9 @@ from kvjax.run.sampling import sampler
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 
-MODEL = toy_model(layers=1, windows=(25,))
+MODEL = toy_model(layers=1, windows=(25,), vocab_size=96)
 RNG = np.random.default_rng(0)
-PROMPTS, OTHERS = ([RNG.integers(0, 97, n).tolist() for n in (40, 23, 1)] for _ in range(2))
+PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ in range(2))
 QUEST = "quest:budget=6,page=2,device_layers=0"
 NEVER = (-5, -6)  # no token is one of these
 FREE = {"max_new_tokens": 17, "eos_ids": NEVER}
@@ -43,11 +47,19 @@ def test_greedy_is_what_generate_gives():
 
 
 def test_another_model_drafts_from_a_shorter_text():
-    drafter, short = toy_model(layers=1, width=16, seed=1), [prompt[-5:] for prompt in PROMPTS]
+    drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
     out = kvjax.speculate(MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE)
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
     assert out.bytes["pinned_host"] > sum(out.draft_bytes.values()) > 0
     assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
+
+
+def test_two_devices_do_what_one_does():
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
+    spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
+    one, two = (kvjax.speculate(m, PROMPTS, QUEST, ahead=3, **FREE) for m in (MODEL, spread))
+    assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
 
 
 def test_sampling_from_an_equal_draft_accepts_everything_and_is_what_generate_draws():
@@ -141,7 +153,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
         ({"transfer": float("nan")}, "got nan"),
         ({"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5; RAPID uses 0.1"),
         ({"draft_prompts": [[1]]}, "1 draft_prompts for 3 prompts; give one per prompt"),
-        ({"draft_model": toy_model(layers=1, vocab_size=98)}, "has 98 tokens .* the verifier 97; draft with a model"),
+        ({"draft_model": toy_model(layers=1, vocab_size=97)}, "has 97 tokens .* the verifier 96; draft with a model"),
         ({"capacity": 50}, "capacity 50 is too small: the longest prompt has 40 tokens and 21 more"),
     ],
 )

@@ -147,14 +147,15 @@ def between(a: Array, b: Array, t: float) -> Array:
 
 
 def likeness(a: Array, b: Array) -> Array:
-    """The cosine of the angle between rows a, b [... H], f32[...], to about three digits; 0 for rows of zeros.
+    """The cosine of the angle between rows a, b [... H], squared, with its sign: f32[...]; 0 for rows of zeros.
 
     The same bits in every program, whichever row comes first, since both layers of a pair must choose the same tokens:
-    sums of floats may be rounded in two ways in two programs, and those of whole numbers are exact.
+    a sum of floats, or a root, may be rounded in two ways in two programs. So rows are whole numbers, whose sums are
+    exact, and the cosine is known to about three digits.
     """
     a, b = (_whole(x) for x in (a, b))
-    products = [(x * y).sum(-1, dtype=jnp.int32).astype(jnp.float32) for x, y in ((a, b), (a, a), (b, b))]
-    return products[0] / jnp.sqrt(jnp.maximum(products[1] * products[2], 1.0))
+    both, of_a, of_b = ((x * y).sum(-1, dtype=jnp.int32).astype(jnp.float32) for x, y in ((a, b), (a, a), (b, b)))
+    return both * jnp.abs(both) / jnp.maximum(of_a * of_b, 1.0)
 
 
 def _whole(x: Array) -> Array:
