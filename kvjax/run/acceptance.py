@@ -18,7 +18,9 @@ from kvjax.run.sampling import Sampler, filtered
 class Shift:
     """How far the draft's opinion moves the verifier's logits before drafts are judged (RAPID, arXiv 2502.20330).
 
-    The numbers are arrays, so that a sweep over them does not recompile; strength 0 moves nothing.
+    The numbers are arrays, so that a sweep over them does not recompile; strength 0 moves nothing. The formulas are
+    those of the authors' code, on logits after temperature and filters; there the token behind a whole accepted draft
+    is drawn from the model's own logits, and strength is 1 where nothing else is said.
     """
 
     strength: Array

@@ -81,12 +81,14 @@ def speculate(
 
     Greedy, the tokens are those of `generate`; with a temperature they are distributed as those are, drawn by (seed,
     row index). By default the draft is the same model under another method, as the retrieval cache of TriForce (Sun et
-    al. 2024, arXiv 2404.11912, section 4.1; its smaller draft for the draft is not here). draft_model: another model
-    with the same vocabulary. draft_prompts: what the draft reads in place of the prompts, such as the passages of each
-    that a search has found (RAPID, Chen et al. 2025, arXiv 2502.20330).
-    transfer: above 0, RAPID's shift of the logits by which drafts are judged, towards a draft that is sure of itself;
-    the tokens are then no longer those of the model alone. alpha: a token is shifted if the draft gives it at least
-    alpha times its best (RAPID's code: 0.1). capacity: tokens per row of the verifier's cache, default what is needed.
+    al. 2024, arXiv 2404.11912, section 4; here the draft keeps its own keys and values of accepted tokens, and no
+    smaller model drafts for it). draft_model: another model with the same vocabulary. draft_prompts: what the draft
+    reads in place of the prompts, such as the passages of each that a search has found (RAPID, Chen et al. 2025, arXiv
+    2502.20330).
+    transfer: above 0 (its authors use 5 to 50), RAPID's shift of the logits by which drafts are judged, towards a draft
+    that is sure of itself; the tokens are then no longer those of the model alone. alpha: a token is shifted if the
+    draft gives it at least alpha times its best (RAPID's code: 0.1). capacity: tokens per row of the verifier's cache,
+    default what is needed.
     Raises IncompatibleMethod where a method cannot give rejected tokens back.
     """
     s, how = sampler(temperature, top_k, top_p, min_p), shift(transfer, alpha)
