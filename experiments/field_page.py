@@ -66,7 +66,9 @@ def numbers(system: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     full = found["full"]
     sizes = (f"{row[kind] / full['device_bytes']:.1%}" for kind in ("device_bytes", "host_bytes"))
     quality = f"{row['recall']:.1%} | {row['code_bits'] - full['code_bits']:+.3f}"
-    return f"{' | '.join(sizes)} | {quality} | {row['tokens_per_second'] / full['tokens_per_second']:.2f}x"
+    per_second = row["tokens_per_second"]  # unknown where the machine was busy with other work
+    speed = f"{per_second / full['tokens_per_second']:.2f}x" if per_second else ""
+    return f"{' | '.join(sizes)} | {quality} | {speed}"
 
 
 HEAD = """| {first} | system | what it does | here | device | host | recall | code | speed |
