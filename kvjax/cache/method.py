@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import company
 from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerSpec, LayerState, Needs, Traits
 from kvjax.cache.decode.policy import Policy, first_empty
@@ -26,7 +27,7 @@ from kvjax.cache.stepping import Extend, in_pieces, singly
 from kvjax.core import memory
 from kvjax.core.attention import Pattern, attend_dense, combine, merge
 from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
+from kvjax.core.types import Array, Block, KvjaxError, Partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +94,6 @@ class Method:
         return MethodLayer(dataclasses.replace(here, apart=apart), spec)
 
 
-_WHY_NONE_LEAVES = {
-    "k": "its tokens, or its heads, are held together",
-    "v": "its tokens, or its heads, are held together",
-    "read": "its copy, summary or choice of tokens would keep what has left",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class MethodLayer(StateOperations):
     """A method bound to one layer: the `Layer` of the contract, by the method's slots."""
@@ -133,32 +127,7 @@ class MethodLayer(StateOperations):
 
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""
-        m = self.method
-        for name in ("rescore", "represent", "merge", "shares"):
-            slot = getattr(m, name)
-            if slot is not None and m.select is None:
-                raise IncompatibleMethod(
-                    f"{slot} (slot `{name}`) works on an eviction method's selection and has none to stand on; "
-                    "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
-                )
-        if m.positions == "cache" and m.decode is None:
-            raise IncompatibleMethod("positions inside the cache need a policy (slot `decode`), as `streaming_llm` has")
-        for name in ("k", "v", "read"):
-            slot = getattr(m, name)
-            if m.decode is not None and not slot.any_slot:
-                raise IncompatibleMethod(
-                    f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(slot).__name__}, "
-                    f"cannot lose one: {_WHY_NONE_LEAVES[name]}; leave one of them out"
-                )
-        if m.attend is not None and self.needs.chunk:
-            raise IncompatibleMethod(
-                f"slot `attend`, {m.attend}, and slot `read`, {type(m.read).__name__}, both say what the prompt's own "
-                "queries read; leave one of them out"
-            )
-        if m.apart is not None:
-            m.apart.check(self)
-        if m.decode is not None:
-            m.decode.check(self)
+        company.check(self)
 
     def kept(self, prompt: int) -> int:
         """Most tokens that a prompt of this length leaves in this layer."""
