@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.codecs import Around, Codec
 from kvjax.cache.hold.rows import hadamard
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KvjaxError, pytree
@@ -27,7 +27,7 @@ class Reordered:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads(Codec):
+class AcrossHeads(Around):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
 
     Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.
@@ -39,17 +39,12 @@ class AcrossHeads(Codec):
     On several devices each holds its heads' places, and gathers those of the others where keys are read.
     """
 
-    inner: Codec
     heads: int = 4
     means: Given | None = None
     spec: LayerSpec | None = None  # of the layer, from `at`
 
     bare = True
     any_slot = False  # a slot of all heads together cannot be written for one of them
-
-    @property
-    def stepwise(self) -> bool:
-        return self.inner.stepwise
 
     @property
     def by_head(self) -> bool:
@@ -91,17 +86,8 @@ class AcrossHeads(Codec):
     def load(self, stored: Reordered) -> Reordered:
         return dataclasses.replace(stored, rows=self.inner.load(stored.rows))
 
-    def settled(self, n: Array) -> Array:
-        return self.inner.settled(n)
-
     def irrevocable(self, stored: Reordered, n: Array) -> Array:
         return self.inner.irrevocable(stored.rows, n)
-
-    def on_device(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_device())
-
-    def on_host(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_host())
 
     @property
     def _together(self) -> int:

@@ -104,13 +104,10 @@ class Plain(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Host(Codec):
-    """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
+class Around(Codec):
+    """A codec around another one. What it does not say for itself is as the inner one has it."""
 
-    inner: Codec = Plain()
-
-    def __post_init__(self):
-        object.__setattr__(self, "inner", self.inner.on_host())
+    inner: Codec
 
     @property
     def stepwise(self) -> bool:
@@ -133,7 +130,26 @@ class Host(Codec):
         return self.inner.queries
 
     def at(self, spec: LayerSpec) -> Codec:
-        return Host(self.inner.at(spec))
+        return dataclasses.replace(self, inner=self.inner.at(spec))
+
+    def settled(self, n: Array) -> Array:
+        return self.inner.settled(n)
+
+    def on_device(self) -> Codec:
+        return dataclasses.replace(self, inner=self.inner.on_device())
+
+    def on_host(self) -> Codec:
+        return dataclasses.replace(self, inner=self.inner.on_host())
+
+
+@dataclasses.dataclass(frozen=True)
+class Host(Around):
+    """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
+
+    inner: Codec = Plain()
+
+    def __post_init__(self):
+        object.__setattr__(self, "inner", self.inner.on_host())
 
     def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
         return memory.each(memory.to_host, self.inner.begin(x, pos, seen))
@@ -161,9 +177,6 @@ class Host(Codec):
 
     def mix(self, p: Array, stored: Any) -> Array:
         return self.inner.mix(p, stored)
-
-    def settled(self, n: Array) -> Array:
-        return self.inner.settled(n)
 
     def irrevocable(self, stored: Any, n: Array) -> Array:
         return self.inner.irrevocable(stored, n)

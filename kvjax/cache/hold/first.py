@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.codecs import Around
 from kvjax.core import attention, memory
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, KvjaxError, pytree
@@ -23,42 +22,18 @@ class Headed:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstExact(Codec):
+class FirstExact(Around):
     """The first `count` slots exactly, and those behind them as `inner` holds them.
 
     Attention sinks are among a text's first tokens, and their keys are unlike all others (KVQuant, Hooper et al. 2024,
     arXiv 2401.18079, attention-sink-aware quantisation). They are held by both codecs, and read exactly.
     """
 
-    inner: Codec
     count: int = 1
 
     def __post_init__(self):
         if self.count < 0:
             raise KvjaxError(f"the first tokens that are held exactly must be 0 or more, got {self.count}; 1 is usual")
-
-    @property
-    def stepwise(self) -> bool:
-        return self.inner.stepwise
-
-    @property
-    def any_slot(self) -> bool:
-        return self.inner.any_slot
-
-    @property
-    def bare(self) -> bool:
-        return self.inner.bare
-
-    @property
-    def by_head(self) -> bool:
-        return self.inner.by_head
-
-    @property
-    def queries(self) -> int | None:
-        return self.inner.queries
-
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.at(spec))
 
     def begin(self, x: Array, pos: Array, seen: Obs | None) -> Headed:
         return Headed(self.inner.begin(x, pos, seen), self._first(x, pos))
@@ -94,17 +69,8 @@ class FirstExact(Codec):
         others = self.inner.mix(jnp.where(first[None, None, None, None], 0.0, p), stored.rows)
         return others + attention.mix(p[..., :places], stored.first)
 
-    def settled(self, n: Array) -> Array:
-        return self.inner.settled(n)
-
     def irrevocable(self, stored: Headed, n: Array) -> Array:
         return self.inner.irrevocable(stored.rows, n)
-
-    def on_device(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_device())
-
-    def on_host(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_host())
 
     def _first(self, x: Array, pos: Array) -> Array:
         """Of x [B K S H] the first slots, zeros in empty ones."""

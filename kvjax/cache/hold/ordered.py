@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.codecs import Around, Codec
 from kvjax.core.types import Array, pytree
 
 
@@ -21,23 +21,13 @@ class InOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Codec):
+class Ordered(Around):
     """Another codec, for rows whose channels have been put in the order of their size, the largest first.
 
     The order is that of each row and head: by the root of the sum of squares over the tokens of a prompt, and it stays
     for what is decoded. Of equal channels the earlier comes first, so that without a prompt they stay as they are.
     Queries are put in that order where they meet keys, and mixed values are put back: products do not change.
     """
-
-    inner: Codec
-
-    @property
-    def stepwise(self) -> bool:
-        return self.inner.stepwise
-
-    @property
-    def any_slot(self) -> bool:
-        return self.inner.any_slot
 
     def at(self, spec: LayerSpec) -> Codec:
         return Ordered(self.inner.at(spec))
@@ -67,9 +57,6 @@ class Ordered(Codec):
 
     def mix(self, p: Array, stored: InOrder) -> Array:
         return _put_back(self.inner.mix(p, stored.rows), stored.order)
-
-    def settled(self, n: Array) -> Array:
-        return self.inner.settled(n)
 
     def irrevocable(self, stored: InOrder, n: Array) -> Array:
         return self.inner.irrevocable(stored.rows, n)

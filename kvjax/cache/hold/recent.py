@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.codecs import Around
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, KvjaxError, pytree
 
@@ -23,13 +22,12 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent(Codec):
+class Recent(Around):
     """The last `window` slots are read exactly, a query's own included, and all before them from `inner`.
 
     A token is held by both as soon as it comes, and its exact copy is overwritten when it leaves the window.
     """
 
-    inner: Codec
     window: int = 32
 
     stepwise = True  # what a query sees exactly depends on its own time
@@ -38,21 +36,6 @@ class Recent(Codec):
     def __post_init__(self):
         if self.window < 1:
             raise KvjaxError(f"the exact window has at least 1 token, got {self.window}; CSKV uses 32")
-
-    @property
-    def bare(self) -> bool:
-        return self.inner.bare
-
-    @property
-    def by_head(self) -> bool:
-        return self.inner.by_head
-
-    @property
-    def queries(self) -> int | None:
-        return self.inner.queries
-
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.at(spec))
 
     def encode(self, x: Array, pos: Array) -> Window:
         n, places = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32), min(self.window + 1, x.shape[2])
@@ -92,12 +75,6 @@ class Recent(Codec):
 
     def settled(self, n: Array) -> Array:
         return jnp.maximum(n + 1 - self.window, 0)
-
-    def on_device(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_device())
-
-    def on_host(self) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.on_host())
 
     def _is_new(self, stored: Window, slot: Array) -> Array:
         """Whether slots i32[B|1 K|1 S] lie in the window."""
