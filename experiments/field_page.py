@@ -66,8 +66,7 @@ def numbers(system: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     full = found["full"]
     sizes = (f"{row[kind] / full['device_bytes']:.1%}" for kind in ("device_bytes", "host_bytes"))
     quality = f"{row['recall']:.1%} | {row['code_bits'] - full['code_bits']:+.3f}"
-    per_second = row["tokens_per_second"]  # unknown where the machine was busy with other work
-    speed = f"{per_second / full['tokens_per_second']:.2f}x" if per_second else ""
+    speed = f"{row['speed']:.2f}x" if "speed" in row else ""
     return f"{' | '.join(sizes)} | {quality} | {speed}"
 
 

@@ -1,6 +1,7 @@
 """A page for each method, from its file and from what it measures on the shipped model.
 
 python -m experiments.method_pages --measure    measures every method that experiments/results/methods.json lacks
+python -m experiments.method_pages --speed      measures the speed of all methods; on a machine without other work
 python -m experiments.method_pages              writes docs/methods/
 """
 
@@ -10,16 +11,25 @@ import argparse
 import dataclasses
 import inspect
 import json
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.progress import track
+
 from kvjax import demo, load
 from kvjax.cache.method import Method
 from kvjax.cli import use_compilation_cache
+from kvjax.core import program
+from kvjax.eval.run.evaluate import MAPPINGS
+from kvjax.eval.run.harness import SPEED_RUNS
 from kvjax.methods.catalogue import Recipe, load_all
 from kvjax.methods.pairs import Verdict, verdict
 from kvjax.methods.strings import parse
+from kvjax.run.generate import generate
+from kvjax.testbed import tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -43,8 +53,29 @@ def measure(again: bool = False) -> None:
     found = {} if again else measured()
     missing = [r.example for r in load_all().values() if r.example not in found]
     for row in demo.measure(load("testbed"), tuple(dict.fromkeys(["full", *missing]))):
-        found.setdefault(row.method, dataclasses.asdict(row))  # `full`, beside which all are measured, stays
-        MEASURED.write_text(json.dumps(found, indent=2) + "\n")  # what is done stays if the run is stopped
+        kept = dataclasses.asdict(row)
+        del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
+        found.setdefault(row.method, kept)  # `full`, beside which all are measured, stays
+        _write(found)  # what is done stays if the run is stopped
+
+
+def measure_speed() -> None:
+    """Adds to each method how many times as fast as `full` it decodes, both in turns."""
+    found, model = measured(), load("testbed")
+    rng = np.random.default_rng(0)
+    contexts = [tasks.recall(rng, demo.CONTEXT).context for _ in range(demo.INSTANCES)]
+
+    def rate(method: str) -> float:
+        return generate(model, contexts, method, max_new_tokens=demo.NEW_TOKENS, eos_ids=()).tokens_per_second
+
+    for method, row in track(found.items(), "methods", transient=True):
+        row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))
+        program.forget_many(MAPPINGS)
+        _write(found)
+
+
+def _write(found: dict[str, dict[str, Any]]) -> None:
+    MEASURED.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def page(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:
@@ -151,10 +182,13 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--measure", action="store_true", help="measure the methods that are missing first")
     p.add_argument("--again", action="store_true", help="with --measure: all of them")
+    p.add_argument("--speed", action="store_true", help="measure how fast they decode")
     args = p.parse_args()
     use_compilation_cache()
     if args.measure:
         measure(args.again)
+    if args.speed:
+        measure_speed()
     PAGES.mkdir(parents=True, exist_ok=True)
     for old in PAGES.glob("*.md"):
         old.unlink()

@@ -180,7 +180,10 @@ def test_compressing_again_keeps_the_budget_and_the_newest(model):
     ("method", "why"),
     [
         ("recompress", "finds none"),
-        ("snapkv:budget=64 + kivi:group=4,residual=4 + recompress", "cannot lose one: its groups of tokens share"),
+        (
+            "snapkv:budget=64 + kivi:group=4,residual=4 + recompress",
+            "cannot lose one: its tokens, or its heads, are held together",
+        ),
         ("snapkv:budget=64 + merging + recompress", "slots `merge` and `shares`: lost tokens are folded"),
     ],
 )

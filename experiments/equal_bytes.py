@@ -1,0 +1,184 @@
+"""Every method at equal bytes: its quality where it takes 1/2 to 1/16 of what the full cache takes.
+
+python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
+python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and its plot from the sum
+
+What is compared stands in equal_bytes.toml. A setting is fitted by the bytes that it plans for a context of --length
+tokens, without room for answers, so that methods which need more room beside are not favoured. Seeds make other
+contexts; the windows of text are the same for all. A run that was stopped goes on where it was; several processes
+can share the work by --families, and the last one, without it, sums up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from experiments.bench.common import integers, progress
+from experiments.papers.common import run
+from kvjax import KvjaxError, Model
+from kvjax.eval.page.summary import first_later
+from kvjax.eval.run import store
+from kvjax.eval.run.command import words
+from kvjax.eval.run.equal_bytes import Fitted, fitted, shares_of
+from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.run.machine import machine
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Case, Spec
+from kvjax.run.planned import planned_bytes
+
+FAMILIES = Path(__file__).with_suffix(".toml")
+RESULTS = Path(__file__).parent / "results" / "equal_bytes.json"
+FULL = "full"
+TEXT = "ppl"  # the task whose cases no seed changes
+TASKS = ("niah", "ruler.vt", "turns", TEXT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A method of a family at a share of the full cache's bytes; `method` is "" where none of its settings fits."""
+
+    family: str
+    settings: str  # as equal_bytes.toml has them
+    share: str
+    method: str
+    device_bytes: int  # of one context, as planned
+    host_bytes: int
+
+
+def points(model: Model, shares: Sequence[Fraction], length: int) -> list[Point]:
+    """All methods at all shares."""
+    found = []
+    for family in tomllib.loads(FAMILIES.read_text())["family"]:
+        for settings in family["methods"]:
+            each = fitted([s.strip() for s in settings.split(";")], shares, model.config, length, model.dtype)
+            for share in shares:
+                largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
+                found.append(_point(model, family["name"], settings, largest, length))
+    return found
+
+
+def _point(model: Model, family: str, settings: str, fit: Fitted, length: int) -> Point:
+    if not fit.method:
+        return Point(family, settings, str(fit.share), "", 0, 0)
+    size = planned_bytes(fit.method, model.config, length, dtype=model.dtype)
+    return Point(family, settings, str(fit.share), fit.method, size["device"], size["pinned_host"])
+
+
+def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Namespace) -> dict[str, str]:
+    """Asks every method of a family all that its stores lack; returns what went wrong, by method."""
+    wrong = {}
+    with contextlib.ExitStack() as stack:
+        runs = [(seed, *_opened(model, family, methods, seed, args, stack)) for seed in args.seeds]
+        for i, method in enumerate(methods, 1):
+            progress(f"{family}, {i} of {len(methods)}: {method}")
+            for seed, cases, records in runs:
+                try:
+                    evaluate(model, [method], cases, records, batch=args.batch, seed=seed)
+                except KvjaxError as e:
+                    wrong[method] = str(e)
+                    progress(f"failed: {e}")
+                    break
+    return wrong
+
+
+def _opened(
+    model: Model, family: str, methods: Sequence[str], seed: int, args: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[list[Case], store.Store]:
+    """The cases of a seed, and the store of their answers."""
+    tasks = [t for t in args.tasks if t != TEXT or seed == args.seeds[0]]
+    spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
+    needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # one of each depth
+    cases = [case for t in tasks for case in suite.cases(model, [t], needles if t == "niah" else spec)]
+    about = {"seed": seed, "batch": args.batch, "seen": False}
+    told = store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
+    return cases, stack.enter_context(store.opened(_folder(args.out, family, seed), told))
+
+
+def _folder(out: Path, family: str, seed: int) -> Path:
+    return out / family.replace(" ", "_") / f"seed{seed}"
+
+
+def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for family, seed in itertools.product(families, args.seeds):
+        of_seed: dict[tuple[str, str], list[float]] = {}
+        for record in store.read(_folder(args.out, family, seed)):
+            of_seed.setdefault((record["method"], record["task"]), []).append(round(_score(record), 4))
+        for (method, task), values in of_seed.items():
+            found.setdefault(method, {}).setdefault(task, {})[str(seed)] = values
+    return found
+
+
+def _score(record: Mapping[str, Any]) -> float:
+    if record["task"] == TEXT:
+        return record["bits"]
+    return first_later(record)[1] if record["turns"] else float(np.mean(record["scores"]))
+
+
+def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
+    """The document that the page is made of."""
+    return {
+        "model": args.model,
+        "length": args.length,
+        "tasks": list(args.tasks),
+        "seeds": args.seeds,
+        "full_bytes": planned_bytes(FULL, model.config, args.length, dtype=model.dtype)["device"],
+        "machine": machine(),
+        "points": [dataclasses.asdict(point) for point in every],
+        "scores": scores(list(by_family(every)), args),
+        "failed": dict(wrong),
+    }
+
+
+def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
+    """The methods that are measured, by family; `full`, beside which all are seen, is one of its own."""
+    families = {FULL: [FULL]}
+    for point in every:
+        families.setdefault(point.family, []).append(point.method)
+    return {name: list(dict.fromkeys(filter(None, methods))) for name, methods in families.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
+    p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
+    p.add_argument("--families", type=words, help="only these of equal_bytes.toml, and no sum")
+    p.add_argument("--tasks", type=words, default=list(TASKS))
+    p.add_argument("--length", type=int, default=2048, help="tokens of a context")
+    p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")
+    p.add_argument("--questions", type=int, default=4, help="per context, where a task has several")
+    p.add_argument("--depths", type=int, default=4, help="places of a needle")
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    p.add_argument("--text", type=Path, help="a UTF-8 text (default: held-out source code)")
+    p.add_argument("--out", type=Path, default=Path("runs/equal_bytes"), help="the records")
+    p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
+    args = p.parse_args(argv)
+    model = kvjax.load(args.model)
+    every = points(model, shares_of(args.shares), args.length)
+    families = by_family(every)
+    chosen = families if args.families is None else {name: families[name] for name in args.families}
+    wrong: dict[str, str] = {}
+    for family, methods in chosen.items():
+        wrong |= measure(model, family, methods, args)
+    if args.families is None:
+        args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
+        progress(f"wrote {args.results}")
+
+
+if __name__ == "__main__":
+    run(main)
