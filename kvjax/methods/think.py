@@ -55,8 +55,8 @@ def _bytes(x: Sizes) -> Bytes:
     formula="score_c = mean q_c^2 over the last 32 queries and a group's heads * mean k_c^2 over the prompt; the "
     "int(0.4 d) lowest channels of a head's keys are dropped, the root of d in the logits stays",
     differs="A key/value head drops one set of channels for all of its query heads, as in kvpress; the authors' code "
-    "repeats keys to query heads first. Values keep all channels, as in that code; a quantiser beside it holds the last "
-    "`recent` tokens and what is decoded, and the older ones stay as they are.",
+    "repeats keys to query heads first. Values keep all channels, as in that code; a quantiser beside it holds the "
+    "last `recent` tokens and what is decoded, and the older ones stay as they are.",
     example="think",
 )
 def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
