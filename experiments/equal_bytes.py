@@ -6,7 +6,7 @@ python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and it
 What is compared stands in equal_bytes.toml. A setting is fitted by the bytes that it plans for a context of --length
 tokens, without room for answers, so that methods which need more room beside are not favoured. Seeds make other
 contexts; the windows of text are the same for all. A run that was stopped goes on where it was; several processes
-can share the work by --families, and the last one, without it, sums up.
+can share the work by --families. --sum runs nothing and sums up what there is.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[
     """method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for family, seed in itertools.product(families, args.seeds):
+        folder = _folder(args.out, family, seed)
         of_seed: dict[tuple[str, str], list[float]] = {}
-        for record in store.read(_folder(args.out, family, seed)):
+        for record in store.read(folder) if folder.exists() else []:
             of_seed.setdefault((record["method"], record["task"]), []).append(round(_score(record), 4))
         for (method, task), values in of_seed.items():
             found.setdefault(method, {}).setdefault(task, {})[str(seed)] = values
@@ -157,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
     p.add_argument("--families", type=words, help="only these of equal_bytes.toml, and no sum")
+    p.add_argument("--sum", action="store_true", help="run nothing")
     p.add_argument("--tasks", type=words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")
@@ -171,11 +173,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = kvjax.load(args.model)
     every = points(model, shares_of(args.shares), args.length)
     families = by_family(every)
-    chosen = families if args.families is None else {name: families[name] for name in args.families}
+    unknown = [name for name in args.families or () if name not in families]
+    if unknown:
+        raise KvjaxError(f"--families has {unknown[0]!r}; there are {', '.join(families)}")
     wrong: dict[str, str] = {}
-    for family, methods in chosen.items():
-        wrong |= measure(model, family, methods, args)
-    if args.families is None:
+    for family in [] if args.sum else args.families or families:
+        wrong |= measure(model, family, families[family], args)
+    if args.sum or not args.families:
         args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
         progress(f"wrote {args.results}")
 

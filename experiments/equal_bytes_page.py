@@ -1,0 +1,235 @@
+"""The page of methods at equal bytes, from what `python -m experiments.equal_bytes` measured.
+
+python -m experiments.equal_bytes_page    writes docs/equal_bytes.md and docs/equal_bytes.png
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from experiments.equal_bytes import FULL, RESULTS, TEXT
+from kvjax.eval.page.summary import mean_error
+from kvjax.methods.strings import parts_given
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PLOT = DOCS / "equal_bytes.md", DOCS / "equal_bytes.png"
+TITLES = {
+    "niah": "needles",
+    "ruler.vt": "variable tracking",
+    "turns": "later questions",
+    TEXT: "text",
+}
+BITS = (0, 0.01, 0.03, 0.1, 0.3, 1, 3)  # per byte above the full cache's; linear up to the second
+MARKERS = "osD^v<>P*Xhpd|+"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a document of experiments.equal_bytes says."""
+
+    document: Mapping[str, Any]
+
+    @property
+    def shares(self) -> list[str]:
+        """From the largest."""
+        return sorted({p["share"] for p in self.document["points"]}, key=Fraction, reverse=True)
+
+    @property
+    def families(self) -> list[str]:
+        """In the order of equal_bytes.toml."""
+        return list(dict.fromkeys(p["family"] for p in self.document["points"]))
+
+    def points(self, family: str | None = None, share: str | None = None) -> list[Mapping[str, Any]]:
+        """Those of a family, a share, or both, that fit and were measured."""
+        kept = [p for p in self.document["points"] if p["method"] in self.document["scores"]]
+        return [p for p in kept if family in (None, p["family"]) and share in (None, p["share"])]
+
+    def contexts(self, method: str, task: str) -> np.ndarray:
+        """The scores of all contexts, of all seeds."""
+        by_seed = self.document["scores"].get(method, {}).get(task, {})
+        return np.concatenate([by_seed[seed] for seed in sorted(by_seed)]) if by_seed else np.zeros(0)
+
+    def score(self, method: str, task: str) -> tuple[float | None, float | None]:
+        """(percent right, or bits per byte above the full cache's; the standard error over contexts)."""
+        values = self.contexts(method, task)
+        if not len(values):
+            return None, None
+        return mean_error(values - self.contexts(FULL, task) if task == TEXT else 100 * values)
+
+
+def worth(task: str, score: float) -> float:
+    """Higher is better."""
+    return -score if task == TEXT else score
+
+
+def shown(task: str, score: float | None, error: float | None = None) -> str:
+    """For a cell."""
+    if score is None:
+        return ""
+    form = "{:+.3f}" if task == TEXT else "{:.1f}"
+    return form.format(score) + (f" ±{form.format(error).lstrip('+')}" if error is not None else "")
+
+
+def label(settings: str) -> str:
+    """A method without its sizes."""
+    return " + ".join(part.name for part in parts_given(settings.split(";")[0].strip()))
+
+
+def families(result: Result, task: str) -> str:
+    """One task: for each family and share the best method, and the median of the family."""
+    lines = [f"| {TITLES[task]} | {' | '.join(result.shares)} |", "|---" * (len(result.shares) + 1) + "|"]
+    for family in result.families:
+        cells = [_best(result, task, result.points(family, share)) for share in result.shares]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _best(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str:
+    found = [(result.score(p["method"], task), p) for p in points]
+    found = [((score, error), p) for (score, error), p in found if score is not None]
+    if not found:
+        return ""
+    (score, error), best = max(found, key=lambda f: worth(task, f[0][0]))
+    middle = statistics.median(score for (score, _), _ in found)
+    return f"**{shown(task, score, error)}** {label(best['settings'])}; median {shown(task, middle)}"
+
+
+def share_table(result: Result, share: str) -> str:
+    """All methods at a share, family by family."""
+    tasks = result.document["tasks"]
+    heads = ["method", "device", "host", *(TITLES[t] for t in tasks)]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    lines.append(_line(result, FULL, result.document["full_bytes"], 0))
+    for family in result.families:
+        points = result.points(family, share)
+        lines += [f"| *{family}* |" + " |" * (len(heads) - 1)] if points else []
+        lines += [_line(result, p["method"], p["device_bytes"], p["host_bytes"]) for p in points]
+    return "\n".join(lines)
+
+
+def _line(result: Result, method: str, device: int, host: int) -> str:
+    sizes = (f"{size / result.document['full_bytes']:.1%}" for size in (device, host))
+    cells = (shown(task, *result.score(method, task)) for task in result.document["tasks"])
+    return f"| `{method}` | {' | '.join((*sizes, *cells))} |"
+
+
+def left_out(result: Result) -> str:
+    """What cannot be made so small, by share."""
+    lines = []
+    for share in result.shares:
+        names = [label(p["settings"]) for p in result.document["points"] if p["share"] == share and not p["method"]]
+        lines += [f"- {share}: {', '.join(f'`{name}`' for name in names)}"] if names else []
+    lines += [f"- `{method}` failed: {why}" for method, why in result.document["failed"].items()]
+    return "\n".join(lines)
+
+
+def draw(result: Result, path: Path) -> None:
+    """Rows are families, columns tasks; in each panel one family's methods in colour, all others grey behind them."""
+    tasks, rows = result.document["tasks"], result.families
+    figure = Figure(figsize=(17, 2.6 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(tasks), sharex=True, sharey="col", squeeze=False)
+    ticks = [float(Fraction(share)) for share in result.shares]
+    for family, line in zip(rows, axes, strict=True):
+        for task, ax in zip(tasks, line, strict=True):
+            _panel(result, family, task, ax)
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_locator(FixedLocator(ticks))
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.set_xticklabels(result.shares)
+            ax.grid(alpha=0.25)
+        line[0].set_ylabel(family.replace(" by ", "\nby ").replace(" in ", "\nin "), fontsize=11)
+        if result.points(family):
+            line[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8.5)
+    for task, ax in zip(tasks, axes[0], strict=True):
+        ax.set_title(TITLES[task] + (", bits per byte above full" if task == TEXT else ", % right"))
+        if task == TEXT:
+            ax.set_yscale("symlog", linthresh=BITS[1])
+            ax.yaxis.set_major_locator(FixedLocator(BITS))
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.invert_yaxis()
+    figure.supxlabel("share of the full cache's bytes that the device holds")
+    figure.savefig(path, dpi=110)
+
+
+def _panel(result: Result, family: str, task: str, ax: Any) -> None:
+    reference, _ = result.score(FULL, task)
+    ax.axhline(reference, color="black", linewidth=0.8)
+    for other in result.families:
+        for i, (name, x, y, error) in enumerate(_curves(result, other, task)):
+            if other != family:
+                ax.plot(x, y, color="0.85", linewidth=0.8, zorder=0)
+                continue
+            style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "markersize": 5, "linewidth": 1.2}
+            ax.errorbar(x, y, error, label=name, elinewidth=0.7, alpha=0.9, **style)
+
+
+def _curves(result: Result, family: str, task: str) -> list[tuple[str, list[float], list[float], list[float]]]:
+    """(name, shares that are really taken, scores, errors) of each method; a setting at several shares once."""
+    settings = dict.fromkeys(p["settings"] for p in result.points(family))
+    curves = []
+    for asked in settings:
+        own = {p["method"]: p["device_bytes"] for p in result.points(family) if p["settings"] == asked}
+        found = [(size / result.document["full_bytes"], *result.score(m, task)) for m, size in own.items()]
+        found = sorted(f for f in found if f[1] is not None)
+        if found:
+            curves.append((label(asked), *(list(column) for column in zip(*found, strict=True))))
+    return curves
+
+
+def page(result: Result) -> str:
+    """The page."""
+    document = result.document
+    contexts = {task: len(result.contexts(FULL, task)) for task in document["tasks"]}
+    counts = ", ".join(f"{n} of {TITLES[task]}" for task, n in contexts.items())
+    by_task = "\n\n".join(families(result, task) for task in document["tasks"])
+    by_share = "\n\n".join(f"### {share}\n\n{share_table(result, share)}" for share in result.shares)
+    machine = document["machine"]
+    return f"""# Methods at equal bytes
+
+Written by `python -m experiments.equal_bytes_page` from what `python -m experiments.equal_bytes` measured on
+`{document["model"]}`: contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds ({counts}; the windows
+of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit the share of
+the full cache's; several settings of one method are alternatives. Questions come after the context was compressed,
+except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is bits per byte
+above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of paired
+differences.
+{machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
+
+![quality against bytes](equal_bytes.png)
+
+## Which family where
+
+The best of each family, which is a maximum over its methods and so a little too high, and the family's median.
+
+{by_task}
+
+## All methods
+
+{by_share}
+
+## What cannot be made so small
+
+{left_out(result)}
+"""
+
+
+def main() -> None:
+    """Writes page and plot."""
+    result = Result(json.loads(RESULTS.read_text()))
+    draw(result, PLOT)
+    PAGE.write_text(page(result))
+
+
+if __name__ == "__main__":
+    main()

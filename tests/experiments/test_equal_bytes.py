@@ -1,0 +1,79 @@
+"""Every method at equal bytes: a small run from end to end, gone on with, and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from experiments import equal_bytes, equal_bytes_page
+from kvjax import KvjaxError
+
+SMALL = """
+[[family]]
+name = "tokens"
+methods = ["sinks_and_recent:budget=32"]
+
+[[family]]
+name = "bits"
+methods = ["int8; int4", "int8"]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, directory, monkeypatch):
+    """Runs the script on a tiny model, with further arguments; returns what it sums up."""
+    (tmp_path / "families.toml").write_text(SMALL)
+    monkeypatch.setattr(equal_bytes, "FAMILIES", tmp_path / "families.toml")
+    results = tmp_path / "results.json"
+
+    def call(*more: str) -> dict:
+        sizes = "--length 96 --contexts 2 --questions 2 --depths 2 --batch 2 --seeds 0,1 --shares 1/2,1/4"
+        where = ["--model", str(directory), "--out", str(tmp_path / "runs"), "--results", str(results)]
+        equal_bytes.main([*where, *sizes.split(), "--tasks", "turns,ppl", *more])
+        return json.loads(results.read_text()) if results.exists() else {}
+
+    return call
+
+
+def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
+    assert run("--families", "full") == {}  # only a part: no sum
+    lines = (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text()
+    found = run()
+    assert (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text() == lines
+    model = kvjax.load(directory)
+    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype=model.dtype)["device"]
+    points = {(p["settings"], p["share"]): p for p in found["points"]}
+    assert len(points) == 6
+    for point in found["points"]:
+        numerator, denominator = map(int, point["share"].split("/"))
+        assert point["device_bytes"] * denominator <= found["full_bytes"] * numerator
+        assert (point["method"] in found["scores"]) == bool(point["method"])
+    assert points["int8; int4", "1/2"]["method"] == "int8" and points["int8; int4", "1/4"]["method"] == "int4"
+    assert points["int8", "1/4"]["method"] == ""
+    text, later = found["scores"]["int8"]["ppl"], found["scores"]["int8"]["turns"]
+    assert [len(text[s]) for s in text] == [2]  # the windows of text are the same for every seed
+    assert {seed: len(values) for seed, values in later.items()} == {"0": 2, "1": 2}
+
+
+def test_the_page_has_every_method_at_every_share(run, tmp_path):
+    result = equal_bytes_page.Result(run())
+    page = equal_bytes_page.page(result)
+    for point in result.points():
+        assert page.count(f"| `{point['method']}` |") >= 1
+    assert "- 1/4: `int8`" in page and "median" in page
+    equal_bytes_page.draw(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_an_unknown_family_is_named(run):
+    with pytest.raises(KvjaxError, match="--families has 'wishful'; there are full, tokens, bits"):
+        run("--families", "wishful")
+
+
+def test_all_settings_are_of_methods_that_there_are():
+    families = equal_bytes.tomllib.loads(Path(equal_bytes.FAMILIES).read_text())["family"]
+    for settings in [s for family in families for line in family["methods"] for s in line.split(";")]:
+        kvjax.parse(settings.strip())
