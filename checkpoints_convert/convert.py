@@ -10,7 +10,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from checkpoints_convert.plan import TIED, Binding, Plan, plan
-from checkpoints_convert.source import Source
+from checkpoints_convert.source import Source, opened
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, checkpoint
 
@@ -22,13 +22,15 @@ Progress = Callable[[str, int, int], None]
 
 
 def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progress: Progress | None = None) -> Config:
-    """Writes the Hugging Face checkpoint `src` as the kvjax directory `dst`, in `dtype` (default: as stored).
+    """Writes `src`, a Hugging Face directory or a GGUF file, as the kvjax directory `dst`, in `dtype`.
+
+    dtype: default as stored; float32 for codes of a few bits, and where several types are mixed.
 
     `dst` appears when it is complete. Raises KvjaxError, and writes nothing, for a checkpoint that cannot be converted
     faithfully: unsupported config, tensors that are missing, left over, misshapen, truncated or not finite.
     """
     checkpoint.refuse_existing(dst, replace)
-    source = Source(src)
+    source = opened(src)
     todo = plan(source)
     kind = np.dtype(DTYPES.get(dtype, dtype) or todo.dtype)
     refuse_untied_head(source, todo.config)
@@ -46,8 +48,8 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
 
 
 def read(src: str | Path, dtype: str = "float32") -> tuple[Config, dict[str, Any]]:
-    """A Hugging Face checkpoint -> (config, parameter tree of NumPy arrays), all in memory and nothing written."""
-    source = Source(src)
+    """`src` as (config, parameter tree of NumPy arrays), all in memory and nothing written."""
+    source = opened(src)
     todo = plan(source)
     refuse_untied_head(source, todo.config)
     return todo.config, dict(parts(source, todo, np.dtype(dtype)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoints_convert.convert import size
 from checkpoints_convert.plan import plan
-from checkpoints_convert.source import FLOATS, Source
+from checkpoints_convert.source import FLOATS, Tensor, opened
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, checkpoint
 
@@ -26,28 +26,35 @@ def describe(directory: str | Path) -> Lines:
 def _ours(path: Path) -> Lines:
     record = checkpoint.manifest(path)
     shapes = [tuple(x["shape"]) for x in record.parameters.values()]
-    lines = {"format": "kvjax", "source": record.source} | _weights(shapes, [record.dtype] * len(shapes))
+    total = sum(size(shape, np.dtype(record.dtype)) for shape in shapes)
+    lines = {"format": "kvjax", "source": record.source} | _weights(shapes, [record.dtype] * len(shapes), total)
     tokenizer = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
     return lines | {"tokenizer": tokenizer} | _config(record.config)
 
 
 def _theirs(path: Path) -> Lines:
-    source = Source(path)
-    lines = {"format": "Hugging Face", "model_type": str(source.config.get("model_type"))}
+    source = opened(path)
+    lines = {"format": source.format, "model_type": str(source.config.get("model_type"))}
     tensors = source.tensors.values()
     lines["files"] = str(len({t.file for t in tensors}))
-    lines |= _weights([t.shape for t in tensors], [FLOATS.get(t.dtype, t.dtype) for t in tensors])
-    lines["tokenizer"] = ", ".join(f.name for f in source.tokenizer_files()) or "none"
+    kinds = [t.stored or FLOATS.get(t.dtype, t.dtype) for t in tensors]
+    lines |= _weights([t.shape for t in tensors], kinds, sum(_bytes(t) for t in tensors))
+    lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
     try:
         return lines | {"convertible": "yes"} | _config(plan(source).config)
     except KvjaxError as e:
         return lines | {"convertible": f"no: {e}"}
 
 
-def _weights(shapes: list[tuple[int, ...]], dtypes: list[str]) -> Lines:
-    known = [(s, d) for s, d in zip(shapes, dtypes, strict=True) if d in FLOATS.values()]
-    total = sum(size(s, np.dtype(d)) for s, d in known)
-    count = sum(size(s, np.dtype("int8")) for s, _ in known)
+def _bytes(tensor: Tensor) -> int:
+    """Of a tensor's weights in its file; 0 for what is no weight."""
+    if tensor.bytes is not None:
+        return tensor.bytes
+    return size(tensor.shape, np.dtype(FLOATS[tensor.dtype])) if tensor.dtype in FLOATS else 0
+
+
+def _weights(shapes: list[tuple[int, ...]], dtypes: list[str], total: int) -> Lines:
+    count = sum(size(shape, np.dtype("int8")) for shape in shapes)
     kinds = ", ".join(f"{d} ({n})" for d, n in Counter(dtypes).items())
     return {
         "tensors": str(len(shapes)),

@@ -1,10 +1,12 @@
-"""A Hugging Face checkpoint directory: its JSON files, and its tensors read one at a time."""
+"""Where weights come from: a Hugging Face checkpoint directory, its JSON files, and its tensors read one at a time."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,7 +24,7 @@ INSTEAD = {
         "pickle files can run any code when opened and are not read; write safetensors from a model that you trust: "
         "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW)",
     ),
-    ".gguf": "GGUF files are not read; use the safetensors checkpoint that it was made from",
+    ".gguf": "give the GGUF file itself in place of its directory",
     "adapter_model.safetensors": "this is an adapter; merge it into its base model and save that",
     "consolidated.safetensors": "this is the publisher's own layout; use the Hugging Face layout of the model",
 }
@@ -41,16 +43,51 @@ class Tensor(NamedTuple):
     """Where a tensor is and what it looks like."""
 
     shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it: "BF16"
+    dtype: str  # of what `read` gives, as safetensors spells it: "BF16"
     file: Path
+    stored: str = ""  # the type in the file, where that is another
+    bytes: int | None = None  # in the file, where they are others than those of the shape and dtype
 
 
-class Source:
-    """Names, shapes and types of a checkpoint's tensors; `read` brings one into memory.
+class Source(Protocol):
+    """Names, shapes and types of a checkpoint's tensors, by Hugging Face's names; `read` brings one into memory."""
+
+    format: str
+    config: dict[str, Any]  # config.json
+    generation: dict[str, Any] | None  # generation_config.json
+    tensors: dict[str, Tensor]
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """What belongs beside the converted weights."""
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; no more of the file than that stays in memory."""
+
+    def peer(self) -> Callable[[str], np.ndarray]:
+        """`read`, where another reader of the same files exists by that one: for comparisons."""
+
+
+def opened(path: str | Path) -> Source:
+    """A Hugging Face directory, or a GGUF file; raises KvjaxError with the remedy for what is neither."""
+    if Path(path).suffix != ".gguf":
+        return Directory(path)
+    if not Path(path).is_file():
+        raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
+    if importlib.util.find_spec("gguf") is None:
+        raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
+    from checkpoints_convert.gguf_source import GgufSource
+
+    return GgufSource(path)
+
+
+class Directory:
+    """A Hugging Face checkpoint with safetensors.
 
     Raises KvjaxError when there are no safetensors (with the remedy for what is there instead), and lists every
     missing shard, missing tensor and truncated file.
     """
+
+    format = "Hugging Face"
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -77,14 +114,18 @@ class Source:
             raise KvjaxError(f"{file} does not hold a JSON object; copy it again")
         return found
 
-    def tokenizer_files(self) -> list[Path]:
+    def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files, which belong beside the converted weights."""
-        return [f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()]
+        return {f.name: f.read_bytes() for name in TOKENIZER_FILES if (f := self.directory / name).is_file()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, as stored. The file is mapped for this call only, so no more than the tensor stays in memory."""
         with safe_open(self.tensors[name].file, framework="np") as f:
             return f.get_tensor(name)
+
+    def peer(self) -> Callable[[str], np.ndarray]:
+        """There is no other reader."""
+        return self.read
 
     def _tensors(self) -> dict[str, Tensor]:
         if (self.directory / SINGLE).is_file():

@@ -12,6 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model, load, random_model
 from kvjax.run import cachegen
 from kvjax.run.calls import extend, logits, prefill, score
+from kvjax.run.chat import chat, chat_ids
 from kvjax.run.context import Context, read, resume
 from kvjax.run.exact import Exact, read_exactly
 from kvjax.run.generate import Result, generate, stream
@@ -36,6 +37,8 @@ __all__ = [
     "State",
     "branch",
     "cachegen",
+    "chat",
+    "chat_ids",
     "compose",
     "crop",
     "extend",

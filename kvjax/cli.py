@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | methods | calibrate | eval | report."""
+"""The command line: kvjax demo | generate | models | methods | calibrate | eval | report."""
 
 from __future__ import annotations
 
@@ -41,11 +41,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="continue a prompt under a method")
-    generate.add_argument("--model", default="testbed", help="a directory of checkpoints_convert, or 'testbed'")
+    generate.add_argument(
+        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
+    )
     generate.add_argument("--method", default="full", help="for example kcache:n=128,device_layers=1")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; give it again for a batch")
-    source.add_argument("--prompt-file", type=Path, action="append", help="a text file holding one prompt; repeatable")
+    source.add_argument(
+        "--prompt-file", action="append", help="a text file holding one prompt, - for stdin; repeatable"
+    )
+    generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
+    generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     generate.add_argument("--top-k", type=int)
@@ -55,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON")
     generate.set_defaults(run=_generate)
+
+    models = commands.add_parser("models", help="the models that go by a name, and where each comes from")
+    models.set_defaults(run=_models)
 
     methods = commands.add_parser("methods", help="every method, its parameters, defaults and source")
     methods.add_argument("--json", action="store_true")
@@ -72,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("kind", metavar="KIND", help="which table, as the method's description says, for example bases")
-    p.add_argument("model", metavar="MODEL", help="a directory of checkpoints_convert, or 'testbed'")
+    p.add_argument(
+        "model", metavar="MODEL", help="a directory of checkpoints_convert, or a name that kvjax models lists"
+    )
     p.add_argument("out", type=Path, metavar="OUT", help="the file to write, for the method's parameter `table`")
     p.add_argument("--text", type=Path, help="a UTF-8 text to read, for a kind that brings none itself")
     p.add_argument("--tokens", type=int, default=65_536, help="how much of it (default: %(default)s)")
@@ -84,7 +95,9 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
 
 def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument("--list", action="store_true", help="list the tasks, and do nothing else")
-    p.add_argument("--model", default="testbed", help="a directory of checkpoints_convert, or 'testbed'")
+    p.add_argument(
+        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
+    )
     p.add_argument(
         "--methods",
         default="full; kcache:n=64; specache:bits=1; snapkv:budget=256 + kvcrush",
@@ -146,8 +159,12 @@ def _generate(args: argparse.Namespace) -> None:
     import kvjax
 
     method = kvjax.parse(args.method)
-    prompts = args.prompt or [p.read_text() for p in args.prompt_file]
+    if args.system is not None and not args.chat:
+        raise KvjaxError("--system is the system message of a chat; add --chat, or leave it out")
+    prompts = args.prompt or [_read(name) for name in args.prompt_file]
     model = kvjax.load(args.model, dtype=args.dtype)
+    if args.chat:
+        prompts = kvjax.chat_ids(model, [_conversation(p, args.system) for p in prompts])
     options = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")}
     out = kvjax.generate(model, prompts, method, **options)
     if args.json:
@@ -162,6 +179,25 @@ def _generate(args: argparse.Namespace) -> None:
         f"compilation {out.compile_seconds:.1f} s",
         file=sys.stderr,
     )
+
+
+def _read(name: str) -> str:
+    """A file's text, or what stdin holds for "-"; UTF-8 whatever the locale."""
+    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    return content.decode("utf-8")
+
+
+def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
+
+
+def _models(args: argparse.Namespace) -> None:
+    from checkpoints_convert import packaged
+
+    print("testbed       in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
+    for name, model in packaged.MODELS.items():
+        print(f"{name:13} {model.about}\n{'':13} {packaged.state(name)}")
 
 
 def _methods(args: argparse.Namespace) -> None:

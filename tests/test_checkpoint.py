@@ -101,9 +101,8 @@ def test_one_part_alone(saved, params):
     np.testing.assert_array_equal(checkpoint.part(saved, "embedding"), params["embedding"])
 
 
-def test_extra_files_are_copied(tmp_path, params):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    checkpoint.save(tmp_path / "model", CONFIG, params, extra_files=[tmp_path / "tokenizer.json"])
+def test_extra_files_are_written(tmp_path, params):
+    checkpoint.save(tmp_path / "model", CONFIG, params, extra_files={"tokenizer.json": b"{}"})
     assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
 
 

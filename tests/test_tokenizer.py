@@ -62,6 +62,11 @@ def test_unknown_token(directory):
         Tokenizer.from_directory(directory(byte_level())).token_id("<eos>")
 
 
+def test_a_text_that_was_no_utf8(directory):
+    with pytest.raises(KvjaxError, match=r"has '\\udcff' as character 1; read it again"):
+        Tokenizer.from_directory(directory(byte_level())).encode("a\udcff")
+
+
 def test_no_or_damaged_tokenizer(tmp_path):
     with pytest.raises(KvjaxError, match="has no tokenizer.json; copy"):
         Tokenizer.from_directory(tmp_path)

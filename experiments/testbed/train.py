@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import platform
-import tempfile
 import time
 from pathlib import Path
 
@@ -93,9 +92,8 @@ def export(run: Run, directory: Path, start: str | None = None) -> None:
     """Writes the run's parameters and the tokenizer as a checkpoint that `kvjax.load` opens."""
     source = f"experiments.testbed.train, seed {run.recipe.seed}, step {run.at}, Python {platform.python_version()}"
     source += f", from {start}" if start else ""
-    with tempfile.TemporaryDirectory() as scratch:
-        extra = [vocab.write_tokenizer(Path(scratch))]
-        checkpoint.save(directory, run.recipe.config, run.params, source=source, extra_files=extra, replace=True)
+    extra = vocab.tokenizer_files()
+    checkpoint.save(directory, run.recipe.config, run.params, source=source, extra_files=extra, replace=True)
 
 
 def main(argv: list[str] | None = None) -> None:

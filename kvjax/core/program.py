@@ -13,10 +13,15 @@ import jax
 _ALL: list[Program] = []
 
 
-def use_compilation_cache() -> None:
-    """Compiled programs are kept on disk, in $KVJAX_CACHE or the user's cache directory."""
+def cache_directory() -> Path:
+    """Where what can be made again is kept: $KVJAX_CACHE, or kvjax in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", os.environ.get("KVJAX_CACHE") or str(Path(base) / "kvjax"))
+    return Path(os.environ.get("KVJAX_CACHE") or Path(base) / "kvjax")
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept on disk."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

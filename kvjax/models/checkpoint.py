@@ -10,9 +10,11 @@ The manifest is written last and the directory renamed into place after it, so a
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -87,6 +89,32 @@ def _check_shapes(config: Config, found: Mapping[str, tuple[int, ...]], where: s
         raise KvjaxError(f"{where} does not fit its config; convert the checkpoint again:\n  " + "\n  ".join(problems))
 
 
+class Busy(KvjaxError):
+    """Another process writes the directory."""
+
+
+def _locked(folder: Path) -> int:
+    """The folder, made if need be, open under a lock that ends with this process, however it ends."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(opened)
+            raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
+        if _same(folder, opened):
+            return opened
+        os.close(opened)  # it was renamed or removed in between
+
+
+def _same(folder: Path, opened: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(opened))
+    except FileNotFoundError:
+        return False
+
+
 class Writer:
     """Writes a checkpoint part by part; the directory appears, complete, when the `with` block ends.
 
@@ -94,22 +122,25 @@ class Writer:
             w.put("embedding", embedding)
             w.put("layer_0", {...})
 
-    Leaves are cast to `dtype`. `extra_files` are copied in. An existing directory is refused unless `replace`, and
-    then stays until the new one is complete. Raises KvjaxError on a wrong shape or a part that was never put.
+    Leaves are cast to `dtype`. `extra_files`, contents by name, are written beside them. An existing directory is
+    refused unless `replace`, and then stays until the new one is complete. Raises KvjaxError on a wrong shape or a part
+    that was never put, and Busy while another process writes the same directory.
     """
 
-    def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=(), replace: bool = False):
+    def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=None, replace: bool = False):
         self.directory = Path(directory).absolute()
         self.partial = self.directory.with_name(self.directory.name + ".partial")
         self.config, self.dtype, self.source = config, np.dtype(dtype), source
-        self.extra_files, self.replace = tuple(map(Path, extra_files)), replace
+        self.extra_files, self.replace = dict(extra_files or {}), replace
         self.parameters: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, str] = {}
         refuse_existing(self.directory, replace)
 
     def __enter__(self) -> Writer:
-        shutil.rmtree(self.partial, ignore_errors=True)  # what a killed write left
-        (self.partial / PARTS).mkdir(parents=True)
+        self._lock = _locked(self.partial)
+        for left in self.partial.iterdir():  # by a write that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        (self.partial / PARTS).mkdir()
         return self
 
     def put(self, name: str, subtree: Any) -> None:
@@ -131,12 +162,14 @@ class Writer:
             if kind is None:
                 self._finish()
         finally:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            if _same(self.partial, self._lock):  # not when it has become the directory
+                shutil.rmtree(self.partial, ignore_errors=True)
+            os.close(self._lock)
 
     def _finish(self) -> None:
         _check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
-        for file in self.extra_files:
-            shutil.copyfile(file, self.partial / file.name)
+        for name, content in self.extra_files.items():
+            (self.partial / name).write_bytes(content)
         record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests)
         (self.partial / MANIFEST).write_text(record.to_json())
         refuse_existing(self.directory, self.replace)
@@ -159,7 +192,7 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
         raise KvjaxError(f"{path} is not a kvjax checkpoint, so it is not replaced; choose another directory")
 
 
-def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=(), replace=False) -> None:
+def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=None, replace=False) -> None:
     """Writes `params`, the tree of `Decoder(config)`, as a directory, in their dtype (float32 if they differ)."""
     flat = flatten_dict(nn.unbox(params), sep="/")
     _check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree")

@@ -1,4 +1,4 @@
-"""A model: configuration, parameters and tokenizer, ready for use."""
+"""A model: configuration, parameters, tokenizer and chat template, ready for use."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
+from kvjax.models.chat import ChatTemplate
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
@@ -29,6 +30,7 @@ class Model:
     tokenizer: Tokenizer | None = None
     mesh: Mesh | None = None
     name: str = ""
+    chat_template: ChatTemplate | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -43,18 +45,28 @@ class Model:
 
 
 def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
-    """Opens "testbed" (the model in the box) or a directory that checkpoints_convert wrote.
+    """Opens a directory that checkpoints_convert wrote, or a model by its name, as `kvjax models` lists them.
 
     dtype: of parameters and cache, default as stored. mesh: parameters are restored straight to their shards.
     Raises KvjaxError for a directory that is missing, foreign, incomplete or damaged.
     """
     name = str(path)
-    where = resources.files("kvjax") / "testbed" if name == "testbed" else pathlib.Path(path)
+    where = located(name)
     config = checkpoint.manifest(where).config
     shardings = None if mesh is None else param_shardings(config, mesh)
     config, params = checkpoint.restore(where, dtype=dtype, shardings=shardings)
     tokenizer = Tokenizer.from_directory(where) if (where / "tokenizer.json").is_file() else None
-    return Model(config, params, tokenizer, mesh, name)
+    return Model(config, params, tokenizer, mesh, name, ChatTemplate.from_directory(where))
+
+
+def located(name: str) -> Any:
+    """The directory of a model: of "testbed", of one that a package brings, which is converted first, or of a path."""
+    if name == "testbed":
+        return resources.files("kvjax") / "testbed"
+    from checkpoints_convert import packaged  # the converters stand on this file
+
+    path = pathlib.Path(name)
+    return packaged.directory(name) if name in packaged.MODELS and not path.exists() else path
 
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:

@@ -47,6 +47,11 @@ class Tokenizer:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Text -> ids; with `special_tokens`, those that the tokenizer's own post-processor adds (bos, say)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            bad = text[e.start]
+            raise KvjaxError(f"a text has {bad!r} as character {e.start}; read it again, from valid UTF-8") from e
         return self.inner.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -30,8 +28,6 @@ def tokenizer() -> Tokenizer:
     return out
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """Writes `tokenizer.json` into the directory and returns its path."""
-    path = Path(directory) / "tokenizer.json"
-    tokenizer().save(str(path))
-    return path
+def tokenizer_files() -> dict[str, bytes]:
+    """What lies beside a model of this vocabulary: contents by name."""
+    return {"tokenizer.json": tokenizer().to_str(pretty=True).encode()}

@@ -21,7 +21,7 @@ from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check, has_transformers
 from checkpoints_convert.convert import convert, parts, read
 from checkpoints_convert.plan import plan
-from checkpoints_convert.source import Source
+from checkpoints_convert.source import Directory
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
 from tests.fixtures import FAMILIES, ROOT, load_family
@@ -52,7 +52,7 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
     convert(ROOT / "qwen3", tmp_path / "narrow", "bf16")
     assert checkpoint.manifest(tmp_path / "as stored").dtype == "bfloat16"
     assert checkpoint.restore(tmp_path / "wide")[1]["embedding"].dtype == jnp.float32
-    source = Source(ROOT / "qwen3").read("model.embed_tokens.weight")
+    source = Directory(ROOT / "qwen3").read("model.embed_tokens.weight")
     narrow = checkpoint.restore(tmp_path / "narrow")[1]["embedding"]
     np.testing.assert_array_equal(np.asarray(narrow), source.astype(ml_dtypes.bfloat16))
     assert check(ROOT / "qwen3", tmp_path / "narrow", compare_logits=False).tensors == 25
@@ -173,7 +173,7 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
 
 def test_memory_stays_near_one_layer(tmp_path):
     total = random_llama(tmp_path, layers=16)
-    source = Source(tmp_path)
+    source = Directory(tmp_path)
     todo = plan(source)  # traces the decoder's shapes, which is not what is measured
     with checkpoint.Writer(tmp_path / "out", todo.config, todo.dtype) as writer:
         tracemalloc.start()

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import IGNORED
 from checkpoints_convert.plan import plan
-from checkpoints_convert.source import Source
+from checkpoints_convert.source import Directory
 from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, ROOT, load_family
 
@@ -59,7 +59,7 @@ def test_fused_projections_are_split():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_has_one_source_and_split_is_inverted_by_join(name):
-    source = Source(ROOT / name)
+    source = Directory(ROOT / name)
     todo = plan(source)
     seen = []
     for binding in todo.bindings:

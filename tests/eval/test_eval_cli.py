@@ -85,7 +85,7 @@ def tables(out):
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     toy = toy_model(layers=1, vocab_size=vocab.SIZE)
-    checkpoint.save(folder / "m", toy.config, toy.params, extra_files=[vocab.write_tokenizer(folder)])
+    checkpoint.save(folder / "m", toy.config, toy.params, extra_files=vocab.tokenizer_files())
     return str(folder / "m")
 
 

@@ -17,6 +17,6 @@ def directory(tmp_path_factory) -> Path:
     """A random model of the shipped model's vocabulary."""
     config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
     folder = tmp_path_factory.mktemp("tiny")
-    file = vocab.write_tokenizer(folder)
-    checkpoint.save(folder / "model", config, kvjax.random_model(config, 3).params, extra_files=[file])
+    params = kvjax.random_model(config, 3).params
+    checkpoint.save(folder / "model", config, params, extra_files=vocab.tokenizer_files())
     return folder / "model"

