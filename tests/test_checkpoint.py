@@ -104,6 +104,10 @@ def test_one_part_alone(saved, params):
 def test_extra_files_are_written(tmp_path, params):
     checkpoint.save(tmp_path / "model", CONFIG, params, extra_files={"tokenizer.json": b"{}"})
     assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+    checkpoint.restore(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{ }")
+    with pytest.raises(KvjaxError, match="tokenizer.json is missing or not what was written"):
+        checkpoint.restore(tmp_path / "model")
 
 
 def test_nothing_appears_unless_complete(tmp_path, params):
@@ -183,7 +187,8 @@ def edit(directory, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(version=2), "format version 2; this kvjax reads up to 1: upgrade kvjax"),
+        (lambda raw: raw.update(version=3), "format version 3; this kvjax reads up to 2: upgrade kvjax"),
+        (lambda raw: raw.update(version=1), "format version 1, which lacks digests; convert the checkpoint again"),
         (lambda raw: raw.update(format="other"), "has format 'other'"),
         (lambda raw: raw.pop("format"), "is damaged.*convert the checkpoint again"),
         (lambda raw: raw.pop("digests"), "is damaged"),
@@ -196,7 +201,13 @@ def edit(directory, change):
         (lambda raw: raw["config"].update(layers=3, windows=None), "layer_2/mlp/up/kernel: missing"),
         (lambda raw: raw["config"].update(kv_heads=3), "must be a multiple of kv_heads"),
         (lambda raw: raw["config"].update(surprise=1), "not a kvjax model configuration"),
-        (lambda raw: raw["parameters"]["embedding"].update(dtype="float99"), "part 'embedding' .* is damaged"),
+        (lambda raw: raw["parameters"]["embedding"].update(dtype="float99"), "its digest differs"),
+        (lambda raw: raw["config"].update(rope_theta=20_000.0), "kvjax.json is not what was written"),
+        (lambda raw: raw.pop("digest"), "kvjax.json is not what was written"),
+        (lambda raw: raw["config"].update(norm_eps=-1.0), "norm_eps must be a positive number, got -1.0"),
+        (lambda raw: raw["config"].update(norm_eps=float("nan")), "norm_eps must be a positive number, got nan"),
+        (lambda raw: raw["config"].update(rope_theta=float("inf")), "rope_theta must be a positive number, got inf"),
+        (lambda raw: raw["config"].update(rope_theta="1e4"), "rope_theta must be a positive number, got '1e4'"),
     ],
 )
 def test_damaged_or_newer_manifests(saved, change, message):

@@ -1,6 +1,7 @@
 """Checkpoint directories: one Orbax checkpoint per top-level entry, and a manifest that says what must be there.
 
-    DIR/kvjax.json       config, dtype, source; shape and dtype of every parameter; a digest of every part
+    DIR/kvjax.json       config, dtype, source; shape and dtype of every parameter; a digest of every part and file, and
+                         of what it says itself
     DIR/params/<part>/   one Orbax checkpoint per top-level entry: embedding, layer_0, ..., final_norm, head
     DIR/tokenizer.json   and other files that the writer was given
 
@@ -31,7 +32,7 @@ from kvjax.core.types import KvjaxError
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
 
-FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 1, "kvjax.json", "params"
+FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
 """Where parameters go: a function of the path, one sharding for all, or a tree like the parameters."""
@@ -58,11 +59,18 @@ class Manifest:
     source: str
     parameters: dict[str, dict[str, Any]]  # path -> {"shape": [...], "dtype": "..."}
     digests: dict[str, str]  # part -> SHA-256 of its files
+    files: dict[str, str]  # name of a file beside the parts -> SHA-256
 
     def to_json(self) -> str:
-        """As text, with the format's name and version."""
-        raw = dataclasses.asdict(self) | {"config": json.loads(self.config.to_json())}
-        return json.dumps({"format": FORMAT, "version": VERSION} | raw, indent=1) + "\n"
+        """As text, with the format's name and version, and a digest of it all."""
+        raw = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
+        raw["config"] = json.loads(self.config.to_json())
+        return json.dumps(raw | {"digest": _of_json(raw)}, indent=1) + "\n"
+
+
+def _of_json(raw: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, whatever its layout."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(folder: Path, parameters: Mapping[str, Any]) -> str:
@@ -170,7 +178,8 @@ class Writer:
         _check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
         for name, content in self.extra_files.items():
             (self.partial / name).write_bytes(content)
-        record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests)
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in self.extra_files.items()}
+        record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests, files)
         (self.partial / MANIFEST).write_text(record.to_json())
         refuse_existing(self.directory, self.replace)
         old = self.directory.with_name(self.directory.name + ".old")
@@ -224,22 +233,36 @@ def manifest(directory: str | Path) -> Manifest:
         raise _foreign(path)
     try:
         raw = json.loads((path / MANIFEST).read_text())
-        form, version = raw.pop("format"), raw.pop("version")
+        said = {key: x for key, x in raw.items() if key != "digest"}
+        form, version, digest = raw.pop("format"), raw.pop("version"), raw.pop("digest", None)
     except (ValueError, KeyError, AttributeError, TypeError) as e:
         raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
     if form != FORMAT:
         raise KvjaxError(f"{path / MANIFEST} has format {form!r}, not {FORMAT!r}; convert the checkpoint again")
     if not isinstance(version, int) or version > VERSION:
         raise KvjaxError(f"{path} has format version {version!r}; this kvjax reads up to {VERSION}: upgrade kvjax")
+    if version < VERSION:
+        raise KvjaxError(f"{path} has format version {version}, which lacks digests; convert the checkpoint again")
     try:
         config = Config.from_json(json.dumps(raw.pop("config")))
         record = Manifest(config=config, **raw)
         shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
-        dict(record.digests)
+        dict(record.digests), dict(record.files)
     except (KeyError, TypeError, AttributeError) as e:
         raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
     _check_shapes(config, shapes, str(path))
+    if digest != _of_json(said):
+        raise KvjaxError(f"{path / MANIFEST} is not what was written (its digest differs); convert it again")
+    _check_files(path, record.files)
     return record
+
+
+def _check_files(path: Path, files: Mapping[str, str]) -> None:
+    """Raises KvjaxError for a file beside the parts that is missing or another one."""
+    for name, digest in files.items():
+        file = path / name
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise KvjaxError(f"{file} is missing or not what was written (its digest differs); convert it again")
 
 
 def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from kvjax.core.rope import Rope, RopeScaling
@@ -47,6 +48,12 @@ class Config:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.windows is not None and len(self.windows) != self.layers:
             raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
+        for name in ("norm_eps", "rope_theta", "rope_fraction"):
+            x = getattr(self, name)
+            if not (isinstance(x, float | int) and math.isfinite(x) and x > 0):
+                raise KvjaxError(f"config field {name} must be a positive number, got {x!r}")
+        if self.rope_fraction > 1:
+            raise KvjaxError(f"config field rope_fraction is a share of a head, at most 1, got {self.rope_fraction}")
         if self.rotary_dim % 2:
             raise KvjaxError(f"rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}")
 

@@ -73,7 +73,7 @@ def test_tokenizer_files_come_along(hf, tmp_path):
     (source / "README.md").write_text("not needed")
     convert(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["kvjax.json", "params", "tokenizer.json"]
-    (tmp_path / "out" / "tokenizer.json").write_text("{ }")
+    (source / "tokenizer.json").write_text("{ }")
     with pytest.raises(KvjaxError, match="tokenizer.json: not the source's"):
         check(source, tmp_path / "out")
 

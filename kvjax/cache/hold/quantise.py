@@ -60,6 +60,12 @@ def fill(bits: int) -> int:
     return math.lcm(bits, 32) // bits
 
 
+def check_clip(clip: float) -> None:
+    """Raises KvjaxError for a share of a row's range that codes cannot span."""
+    if not 0 < clip <= 1:
+        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a row in")
+
+
 def check_bits(bits: int, known: tuple[int, ...]) -> None:
     """Raises KvjaxError for a width of codes that is not known."""
     if bits not in known:

@@ -55,8 +55,7 @@ class MinMax(Quantiser):
 
     def __post_init__(self):
         quant.check_bits(self.bits, quant.ROW_BITS)
-        if not 0 < self.clip <= 1:
-            raise KvjaxError(f"clip must lie in (0, 1], got {self.clip}; 1 lets all numbers of a row in")
+        quant.check_clip(self.clip)
 
     def check(self, H: int) -> None:
         quant.check_fills(H, self.bits)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.rows import Quantiser, scale_of
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
 
 FARTHEST = 2.0**14
 """So many steps at most lie between zero and a row's codes: a zero point fits into 16 bits, and its scale is larger."""
@@ -37,8 +37,7 @@ class ZeroPoint(Quantiser):
 
     def __post_init__(self):
         quant.check_bits(self.bits, quant.ROW_BITS)
-        if not 0 < self.clip <= 1:
-            raise KvjaxError(f"clip must lie in (0, 1], got {self.clip}; 1 lets all numbers of a row in")
+        quant.check_clip(self.clip)
 
     def check(self, H: int) -> None:
         quant.check_fills(H, self.bits)
