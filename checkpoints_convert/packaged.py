@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from checkpoints_convert.convert import convert
 from checkpoints_convert.progress import progress_bar
+from kvjax.core.lock import Busy
 from kvjax.core.program import cache_directory
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
@@ -73,7 +74,7 @@ def directory(name: str) -> Path:
         try:
             with progress_bar(f"convert {name}, once:") as progress:
                 convert(source, converted, progress=progress)
-        except checkpoint.Busy:
+        except Busy:
             time.sleep(PAUSE)
         except KvjaxError:
             if not (converted / checkpoint.MANIFEST).is_file():  # else another process was first

@@ -11,7 +11,6 @@ The manifest is written last and the directory renamed into place after it, so a
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -28,6 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kvjax.core.lock import is_same, locked
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
@@ -97,32 +97,6 @@ def _check_shapes(config: Config, found: Mapping[str, tuple[int, ...]], where: s
         raise KvjaxError(f"{where} does not fit its config; convert the checkpoint again:\n  " + "\n  ".join(problems))
 
 
-class Busy(KvjaxError):
-    """Another process writes the directory."""
-
-
-def _locked(folder: Path) -> int:
-    """The folder, made if need be, open under a lock that ends with this process, however it ends."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(opened)
-            raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
-        if _same(folder, opened):
-            return opened
-        os.close(opened)  # it was renamed or removed in between
-
-
-def _same(folder: Path, opened: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(folder), os.fstat(opened))
-    except FileNotFoundError:
-        return False
-
-
 class Writer:
     """Writes a checkpoint part by part; the directory appears, complete, when the `with` block ends.
 
@@ -145,7 +119,7 @@ class Writer:
         refuse_existing(self.directory, replace)
 
     def __enter__(self) -> Writer:
-        self._lock = _locked(self.partial)
+        self._lock = locked(self.partial)
         for left in self.partial.iterdir():  # by a write that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         (self.partial / PARTS).mkdir()
@@ -170,7 +144,7 @@ class Writer:
             if kind is None:
                 self._finish()
         finally:
-            if _same(self.partial, self._lock):  # not when it has become the directory
+            if is_same(self.partial, self._lock):  # not when it has become the directory
                 shutil.rmtree(self.partial, ignore_errors=True)
             os.close(self._lock)
 

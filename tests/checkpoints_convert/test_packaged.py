@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from checkpoints_convert import packaged
 from checkpoints_convert.convert import read
+from kvjax.core.lock import Busy
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
@@ -78,7 +79,7 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline()  # one part is written
         with (
-            pytest.raises(checkpoint.Busy, match="another process writes .*out.partial; wait until it is done"),
+            pytest.raises(Busy, match="another process writes .*out.partial; wait until it is done"),
             checkpoint.Writer(tmp_path / "out", read(tiny)[0], "float32"),
         ):
             pass
@@ -88,7 +89,7 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
         try:
             packaged.convert(tiny, tmp_path / "out")
             break
-        except checkpoint.Busy:
+        except Busy:
             time.sleep(0.1)
     checkpoint.restore(tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
