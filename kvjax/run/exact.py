@@ -15,10 +15,11 @@ from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.context import Context, read
-from kvjax.run.forward import Plan, Prompt, Setting, shown
+from kvjax.run.forward import Plan, Setting
 from kvjax.run.plan import bind
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, pad, place, token_ids
+from kvjax.run.reading import Prompt, shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

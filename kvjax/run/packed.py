@@ -25,8 +25,9 @@ from kvjax.run import forward
 from kvjax.run.calls import room as capacity_for
 from kvjax.run.context import ROOM, Context
 from kvjax.run.exact import Exact
-from kvjax.run.forward import Prompt, Setting
+from kvjax.run.forward import Setting
 from kvjax.run.prompts import Prompts, pad, round_up, token_ids
+from kvjax.run.reading import Prompt
 
 
 def read_packed(

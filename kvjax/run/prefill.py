@@ -16,9 +16,10 @@ from kvjax.cache.contract import Cache, slots_of
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import devices, forward, probe
-from kvjax.run.forward import Plan, Prompt, Setting
+from kvjax.run import devices, forward, probe, reading
+from kvjax.run.forward import Plan, Setting
 from kvjax.run.prompts import pad, place, round_up
+from kvjax.run.reading import Prompt
 
 
 @dataclasses.dataclass
@@ -50,14 +51,14 @@ def _whole(
     """A prompt in one piece: (logits of each row's last token f32[B V], cache)."""
 
     def finish(i: int, prompt: Prompt) -> Any:
-        return forward.encode(plan[i], prompt, lengths, slots[i], capacity, setting.mesh)
+        return reading.encode(plan[i], prompt, lengths, slots[i], capacity, setting.mesh)
 
-    hidden, layers = forward.whole_prompt(params, tokens, lengths, setting, plan, finish)
+    hidden, layers = reading.whole_prompt(params, tokens, lengths, setting, plan, finish)
     return forward.unembed(params, hidden, setting), Cache(layers, lengths, capacity, plan, setting.config)
 
 
 def _measure(prompt: Prompt, lengths: Array, setting: Setting, plan: Plan, layer: int) -> Array:
-    return devices.measure(plan[layer], *forward.seen_by(plan[layer], prompt, lengths), setting.mesh)
+    return devices.measure(plan[layer], *reading.seen_by(plan[layer], prompt, lengths), setting.mesh)
 
 
 def _shares(measures: Array, lengths: Array, plan: Plan) -> Array:
@@ -74,12 +75,12 @@ def _encode(
     capacity: int,
     keep: Array | None = None,
 ) -> Any:
-    return forward.encode(plan[layer], prompt, lengths, slots, capacity, setting.mesh, keep)
+    return reading.encode(plan[layer], prompt, lengths, slots, capacity, setting.mesh, keep)
 
 
 WHOLE = Program(_whole, static=("setting", "plan", "slots", "capacity"))
-START = Program(forward.start_prompt, static=("batch", "width", "dtype", "setting", "plan", "slots"))
-PIECE = Program(forward.prompt_piece, static=("setting", "plan"), donate=("past",))
+START = Program(reading.start_prompt, static=("batch", "width", "dtype", "setting", "plan", "slots"))
+PIECE = Program(reading.prompt_piece, static=("setting", "plan"), donate=("past",))
 MEASURE = Program(_measure, static=("setting", "plan", "layer"))
 SHARES = Program(_shares, static=("plan",))
 ENCODE = Program(_encode, static=("setting", "plan", "layer", "slots", "capacity"))
@@ -124,7 +125,7 @@ def run(
     lengths = place(model, lengths, "B")
     past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
     out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
-    prompts = [forward.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
+    prompts = [reading.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
     del past  # each layer's exact keys and values are freed as soon as the layer is encoded
     if any(layer.needs.probe for layer in plan):
         prompts = probe.probed(model, setting, ids, prompts, lengths, plan, clock)
@@ -154,7 +155,7 @@ def pieces(
     piece: int,
     progress: bool,
     clock: Clock,
-) -> forward.Past:
+) -> reading.Past:
     past = clock.call(
         START,
         batch=tokens.shape[0],

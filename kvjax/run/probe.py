@@ -12,14 +12,15 @@ from kvjax.cache.contract import Probe
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import forward
-from kvjax.run.forward import Plan, Prompt, Setting
+from kvjax.run import reading
+from kvjax.run.forward import Plan, Setting
 from kvjax.run.prompts import pad, place
+from kvjax.run.reading import Prompt
 
 if TYPE_CHECKING:
     from kvjax.run.prefill import Clock
 
-REPEAT = Program(forward.repeat, static=("setting", "plan"), donate=("prompts",))
+REPEAT = Program(reading.repeat, static=("setting", "plan"), donate=("prompts",))
 
 
 def probed(

@@ -19,11 +19,12 @@ from kvjax.core.program import Program
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.decoder import Decoder, pick
 from kvjax.models.model import Model
-from kvjax.run import forward
-from kvjax.run.forward import Plan, Prompt, Setting
+from kvjax.run import forward, reading
+from kvjax.run.forward import Plan, Setting
 from kvjax.run.plan import bind, checked
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import pad, place, round_up
+from kvjax.run.reading import Prompt
 
 
 def read_behind(
@@ -108,9 +109,9 @@ def _behind(
 
     def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, Any]:
         layer: Shared = plan[i]
-        queries, hidden = forward.shown(layer, q, 0, lengths), x[:, None] if layer.needs.hidden else None
-        prompt = forward.with_output(params, layer, i, Prompt(k, v, queries, hidden))
-        block, seen = forward.seen_by(layer, prompt, lengths)
+        queries, hidden = reading.shown(layer, q, 0, lengths), x[:, None] if layer.needs.hidden else None
+        prompt = reading.with_output(params, layer, i, Prompt(k, v, queries, hidden))
+        block, seen = reading.seen_by(layer, prompt, lengths)
 
         def run(prefix: Any, before: Array, members: Array | None, q: Array, block: Block, seen: Obs | None):
             return layer.begin(prefix, before, members, q, block, seen, slots[i])

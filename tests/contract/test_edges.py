@@ -16,7 +16,7 @@ from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
 from kvjax.methods.strings import parse
-from kvjax.run import forward
+from kvjax.run import reading
 from tests.contract import layer
 from tests.contract.edges import batches, those_not
 from tests.contract.table import RECIPES
@@ -30,7 +30,7 @@ def badly_scored(bound: MethodLayer) -> set[str]:
     """The cases in which a token of a prompt has a score that is no finite number; a selection would hide it."""
 
     def scored(q: Array, block: Block) -> Scores:
-        seen = forward.seen_by(bound, *layer.observed(bound, q, block))
+        seen = reading.seen_by(bound, *layer.observed(bound, q, block))
         return bound.method.select.scorer.scores(*seen, bound.spec)
 
     program, found = jax.jit(scored, compiler_options=layer.QUICK), set()

@@ -19,9 +19,9 @@ from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
 from kvjax.models.config import Config
-from kvjax.run import devices, forward
+from kvjax.run import devices, reading
 from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.forward import Prompt
+from kvjax.run.reading import Prompt
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle
@@ -211,7 +211,7 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
         outs, states, carry = [], [], None
         for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):
             prompt = Prompt(mine.k, mine.v, mine.q[:, :, :, :0], neighbour=(other.k, other.v))
-            state = forward.encode(bound, prompt, exact.lengths, cache.layers[LOWER].pos.shape[2], CAPACITY, mesh)
+            state = reading.encode(bound, prompt, exact.lengths, cache.layers[LOWER].pos.shape[2], CAPACITY, mesh)
             out, state, carry = devices.extend(bound, state, q, block, STEPS, carry, mesh)
             outs.append(out)
             states.append(state)

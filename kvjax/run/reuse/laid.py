@@ -11,8 +11,9 @@ import numpy as np
 
 from kvjax.core.types import Array, KvjaxError
 from kvjax.run.exact import Exact
-from kvjax.run.forward import Prompt, Setting
+from kvjax.run.forward import Setting
 from kvjax.run.prompts import Prompts, pad, token_ids
+from kvjax.run.reading import Prompt
 from kvjax.run.reuse.partly import PARTLY, Choice, Source
 
 

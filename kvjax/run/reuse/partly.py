@@ -18,7 +18,8 @@ from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, Block, Partial
 from kvjax.models.decoder import Decoder, pick
 from kvjax.run import forward
-from kvjax.run.forward import Prompt, Setting
+from kvjax.run.forward import Setting
+from kvjax.run.reading import Prompt
 
 
 class Source(NamedTuple):
