@@ -22,7 +22,7 @@ from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
 from kvjax.cache.contract import LayerSpec, Needs
-from kvjax.cache.method import MethodLayer
+from kvjax.cache.method_layer import MethodLayer
 
 # Size, and the average of 10 LongBench tasks for Mistral-7B-Instruct-v0.2 and LLaMA-3-8B-Instruct (Table 2).
 COLUMNS = ("size", "Mistral", "LLaMA-3")

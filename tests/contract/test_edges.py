@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.contract import LayerSpec
-from kvjax.cache.method import Method, MethodLayer
+from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs

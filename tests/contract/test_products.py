@@ -13,7 +13,8 @@ import pytest
 
 from kvjax import parse
 from kvjax.cache.contract import Layer
-from kvjax.cache.method import Method, MethodLayer
+from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.pairs import verdict
 from tests.contract import composition, layer

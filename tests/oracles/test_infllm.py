@@ -15,7 +15,8 @@ import kvjax
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.compose import compose
 from kvjax.cache.contract import LayerSpec
-from kvjax.cache.method import Method, MethodLayer
+from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError

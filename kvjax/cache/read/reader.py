@@ -28,7 +28,7 @@ class Reader:
     """Attends queries to what the codecs hold. This base keeps nothing of its own beside it.
 
     A reader is a frozen dataclass with the method `read`. The layer that it is handed has the codecs `k` and `v` and
-    the `spec`; see `kvjax.cache.method.MethodLayer`.
+    the `spec`; see `kvjax.cache.method_layer.MethodLayer`.
     """
 
     guesses = 0  # guessed tokens that each decode step should carry
