@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -102,50 +102,69 @@ def causal(
     before the window are skipped, not masked, and so are those that a sparse `pattern` leaves out.
     """
     B, K, G, T, H = q.shape
-    S = k.shape[2]
-    nq, nk = -(-T // block), -(-S // block)
-    bq, bk = -(-T // nq), -(-S // nk)
-
-    def pad(x: Array, n: int, axis: int) -> Array:
-        return jnp.pad(x, [(0, n if a == axis else 0) for a in range(x.ndim)])
-
-    qs = jnp.moveaxis(pad(q, nq * bq - T, 3).reshape(B, K, G, nq, bq, H), 3, 0)
-    ks, vs = pad(k, nk * bk - S, 2), pad(v, nk * bk - S, 2)
+    nq, nk = -(-T // block), -(-k.shape[2] // block)
+    bq, bk = -(-T // nq), -(-k.shape[2] // nk)
+    queries = jnp.moveaxis(_padded(q, nq * bq, 3).reshape(B, K, G, nq, bq, H), 3, 0)
+    keys = _KeyBlocks(_padded(k, nk * bk, 2), _padded(v, nk * bk, 2), bk, window, pattern)
 
     def rows(_, xs):
         i, qi = xs
-        t = start + i * bq + jnp.arange(bq)
+        return None, keys.attend(qi, start + i * bq + jnp.arange(bq)).astype(q.dtype)
 
-        def columns(acc, j):
-            first, last = j * bk, (j + 1) * bk - 1
-
-            def attend(acc, mask):
-                kj, vj = (lax.dynamic_slice_in_dim(x, first, bk, 2) for x in (ks, vs))
-                s = scores(qi, kj)
-                if mask:
-                    key_pos = first + jnp.arange(bk)
-                    seen = visible(key_pos[None, None], t[None], window)
-                    if pattern is not None:
-                        seen &= pattern.sees(key_pos[None, None, None, None], t[None, None, None, :, None])
-                    s = jnp.where(seen, s, NEG)
-                m = jnp.maximum(acc.m, s.max(-1))
-                # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
-                p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
-                return Partial(acc.o * shrink[..., None] + mix(p, vj), m, acc.l * shrink + p.sum(-1))
-
-            needed, whole = first <= t[-1], last <= t[0]
-            if window is not None:
-                needed, whole = needed & (last > t[0] - window), whole & (first > t[-1] - window)
-            if pattern is not None:
-                some, every = pattern.reads(first, last, t[0], t[-1])
-                needed, whole = needed & some, whole & every
-            kind = needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
-            branches = (lambda acc: acc, lambda acc: attend(acc, True), lambda acc: attend(acc, False))
-            return lax.switch(kind, branches, acc), None
-
-        zero = Partial(jnp.zeros(qi.shape, jnp.float32), jnp.full(qi.shape[:-1], NEG), jnp.zeros(qi.shape[:-1]))
-        acc, _ = lax.scan(columns, zero, jnp.arange(nk))
-        return None, merge([acc]).astype(q.dtype)
-
-    _, out = lax.scan(rows, None, (jnp.arange(nq), qs))
+    _, out = lax.scan(rows, None, (jnp.arange(nq), queries))
     return jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)[:, :, :, :T]
+
+
+def _padded(x: Array, size: int, axis: int) -> Array:
+    return jnp.pad(x, [(0, size - x.shape[a] if a == axis else 0) for a in range(x.ndim)])
+
+
+class _KeyBlocks(NamedTuple):
+    """All keys and values, in blocks, and which of them a query sees."""
+
+    k: Array  # [B K S H], S whole blocks
+    v: Array
+    size: int
+    window: int | None
+    pattern: Pattern | None
+
+    def attend(self, q: Array, t: Array) -> Array:
+        """A block of queries [B K G T H] at the positions t [T] over all key blocks: f32[B K G T H]."""
+        masked, whole = (functools.partial(self._onto, q, t, masked) for masked in (True, False))
+
+        def columns(acc: Partial, j: Array) -> tuple[Partial, None]:
+            first = j * self.size
+            branches = (lambda acc, first: acc, masked, whole)
+            return lax.switch(self._reach(first, t), branches, acc, first), None
+
+        zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG), jnp.zeros(q.shape[:-1]))
+        acc, _ = lax.scan(columns, zero, jnp.arange(self.k.shape[2] // self.size))
+        return merge([acc])
+
+    def _reach(self, first: Array, t: Array) -> Array:
+        """Of the block of keys from `first` on the queries see 0: nothing, 1: a part, 2: all."""
+        last = first + self.size - 1
+        needed, whole = first <= t[-1], last <= t[0]
+        if self.window is not None:
+            needed, whole = needed & (last > t[0] - self.window), whole & (first > t[-1] - self.window)
+        if self.pattern is not None:
+            some, every = self.pattern.reads(first, last, t[0], t[-1])
+            needed, whole = needed & some, whole & every
+        return needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
+
+    def _onto(self, q: Array, t: Array, masked: bool, acc: Partial, first: Array) -> Partial:
+        """The block of keys from `first` on, added to what the queries have of the blocks before it."""
+        k, v = (lax.dynamic_slice_in_dim(x, first, self.size, 2) for x in (self.k, self.v))
+        s = scores(q, k)
+        if masked:
+            s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, NEG)
+        m = jnp.maximum(acc.m, s.max(-1))
+        # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
+        p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
+        return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))
+
+    def _seen(self, key_pos: Array, t: Array) -> Array:
+        seen = visible(key_pos[None, None], t[None], self.window)
+        if self.pattern is None:
+            return seen
+        return seen & self.pattern.sees(key_pos[None, None, None, None], t[None, None, None, :, None])
