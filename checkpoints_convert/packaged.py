@@ -48,8 +48,9 @@ MODELS = {
 
 
 def target(name: str) -> Path:
-    """Where a model whose package is installed is, or will be."""
-    return cache_directory() / "models" / f"{name}-{importlib.metadata.version(MODELS[name].distribution)}"
+    """Where a model whose package is installed is, or will be: apart for each version of package and format."""
+    package = importlib.metadata.version(MODELS[name].distribution)
+    return cache_directory() / "models" / f"{name}-{package}-v{checkpoint.VERSION}"
 
 
 def state(name: str) -> str:

@@ -116,9 +116,18 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--budget-bytes", help="shares such as 1/2,1/4: each method's size is chosen to take so much of full's bytes"
     )
-    p.add_argument("--text", type=Path, help="a UTF-8 text, for perplexity and as haystack (default: source code)")
+    p.add_argument(
+        "--text",
+        type=Path,
+        help="a UTF-8 text, a folder of them, or essays: for perplexity and as haystack (default: source code)",
+    )
     p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="ask questions through the model's chat template (default: where it has one)",
+    )
     p.add_argument("--seen", action="store_true", help="each question ends the prompt, so that methods see it")
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
     p.set_defaults(run=_eval)

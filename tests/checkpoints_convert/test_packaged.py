@@ -43,9 +43,9 @@ def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tin
     model = kvjax.load("tiny")
     assert model.name == "tiny" and model.config == read(tiny)[0]
     assert store.digest("tiny") is not None
-    where = tmp_path / "cache" / "models" / "tiny-1.2"
+    where = tmp_path / "cache" / "models" / f"tiny-1.2-v{checkpoint.VERSION}"
     assert packaged.state("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
-        "tiny-1.2"
+        f"tiny-1.2-v{checkpoint.VERSION}"
     ]
     monkeypatch.setattr(packaged, "convert", None)  # it is not called again
     assert kvjax.load("tiny", dtype="bfloat16").dtype == "bfloat16"

@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.compare import compare
-from kvjax.eval.tasks import suite
+from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.frame import framed
 from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> None:
     if shares and len(spec.lengths) > 1:
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     model = load(args.model, dtype=args.dtype)
+    if spec.chat:
+        framed(model, spec)  # without a template that is said now
     _warn(model, spec.lengths)
     methods = _at_equal_bytes(model, args.methods, shares, spec.lengths[0]) if shares else args.methods
     how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
@@ -51,14 +54,17 @@ def specification(args: argparse.Namespace) -> Spec:
     for name in ("contexts", "questions", "depths", "batch"):
         if getattr(args, name) < 1:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.text is not None and not args.text.is_file():
-        raise KvjaxError(f"there is no file {args.text}; give --text a UTF-8 text file")
+    if args.text is not None and not packaged.located(args.text).exists():
+        raise KvjaxError(
+            f"there is no file {args.text}; give --text a UTF-8 text, a folder of .txt files, or a name: "
+            f"{', '.join(packaged.TEXTS)}"
+        )
     if args.data is not None and not args.data.is_dir():
         raise KvjaxError(f"there is no folder {args.data}; give --data the one with the benchmarks' files")
     lengths = tuple(dict.fromkeys(_length(w) for w in words(args.lengths)))
     if not lengths:
         raise KvjaxError("--lengths names no length; for example 512,1024")
-    return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data)
+    return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)
 
 
 def words(text: str) -> list[str]:

@@ -53,8 +53,11 @@ class Spec:
     questions: int = 4  # per context, where a task can ask several
     depths: int = 5  # of a needle, evenly from 0 to 1
     seed: int = 0
-    text: Path | None = None  # a text file, for perplexity and as haystack (default: held-out source code)
+    text: Path | None = (
+        None  # a text file or a name in `packaged`, for perplexity and as haystack (default: source code)
+    )
     data: Path | None = None  # the folder with the files of public benchmarks
+    chat: bool | None = None  # questions go through the chat template (None: where the model has one)
 
 
 Maker = Callable[[Model, Spec], Iterable[Case]]

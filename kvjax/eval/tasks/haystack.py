@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -13,14 +14,16 @@ import numpy as np
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
-from kvjax.eval.tasks.texts import context_ids, largest, prompt_ids
+from kvjax.eval.tasks.frame import Frame, framed
+from kvjax.eval.tasks.texts import largest
 from kvjax.models.model import Model
-from kvjax.models.tokenizer import Tokenizer
 from kvjax.run.prompts import round_up
 from kvjax.testbed import tasks
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
-QUESTION = "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
+ASKED = "What is the best thing to do in San Francisco?"
+OPENING = " Here is the most relevant sentence in the context:"  # of the answer, which the model goes on with
+QUESTION = ASKED + OPENING
 FOUND = ("eat a sandwich", "Dolores Park", "sunny day")  # what an answer is scored by, in place of a model as judge
 NEW_TOKENS = 32
 SPAN = 4  # symbols of the shipped model's needle
@@ -44,23 +47,37 @@ CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
 
 def niah(model: Model, spec: Spec) -> Iterator[Case]:
     """One needle at each depth of a haystack, for a heat map of lengths and depths."""
+    if symbols.knows_symbols(model):
+        yield from (_symbols_case(spec, *place) for place in grid("niah", spec))
+    else:
+        yield from text_cases("niah", model, spec, Wording())
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """What stands around a haystack, and the question; by default nothing, and the original one."""
+
+    before: str = ""
+    after: str = "\n\n"
+    asked: str = ASKED
+
+
+def text_cases(task: str, model: Model, spec: Spec, wording: Wording) -> Iterator[Case]:
+    """The cases of a task of one needle in a text."""
+    frame = framed(model, spec)
+    return (_text_case(task, frame, spec, wording, *place) for place in grid(task, spec))
+
+
+def grid(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int]]:
+    """(key, length, depth, number) of each case."""
     if not 1 <= spec.depths <= 101:
         raise KvjaxError(f"{spec.depths} depths were asked for; use 1 to 101")
-    own = symbols.knows_symbols(model)
-    for length in spec.lengths:
-        for depth in np.linspace(0, 1, spec.depths).tolist():
-            for i in range(spec.contexts):
-                key = f"niah/{length}/{depth:.2f}/{i}"
-                rng = symbols.generator(spec, key)
-                yield (
-                    _symbols_case(key, rng, spec, length, depth, i)
-                    if own
-                    else _case(key, rng, model.text_tokenizer(), spec, length, depth)
-                )
+    for length, depth in itertools.product(spec.lengths, np.linspace(0, 1, spec.depths).tolist()):
+        yield from ((f"{task}/{length}/{depth:.2f}/{i}", length, depth, i) for i in range(spec.contexts))
 
 
-def _symbols_case(key: str, rng: np.random.Generator, spec: Spec, length: int, depth: float, i: int) -> Case:
-    filler = symbols.fillers(spec)[i % 2]
+def _symbols_case(spec: Spec, key: str, length: int, depth: float, i: int) -> Case:
+    rng, filler = symbols.generator(spec, key), symbols.fillers(spec)[i % 2]
 
     def make(n: int) -> tasks.Instance:
         return tasks.TASKS["needle"](rng, n, filler, depth, SPAN)
@@ -68,15 +85,18 @@ def _symbols_case(key: str, rng: np.random.Generator, spec: Spec, length: int, d
     return symbols.case("niah", key, symbols.built("niah", make, length), 1, depth=depth)
 
 
-def _case(key: str, rng: np.random.Generator, tokenizer: Tokenizer, spec: Spec, length: int, depth: float) -> Case:
-    essay, prompt = Essay(spec, rng), prompt_ids(tokenizer, QUESTION)
+def _text_case(
+    task: str, frame: Frame, spec: Spec, wording: Wording, key: str, length: int, depth: float, _: int
+) -> Case:
+    essay, prompt = Essay(spec, symbols.generator(spec, key)), frame.question(wording.asked, OPENING)
 
     def ids(n: int) -> np.ndarray:
-        return context_ids(tokenizer, inserted(essay.words(n), [NEEDLE], [depth])[0].rstrip() + "\n\n")
+        text = inserted(essay.words(n), [NEEDLE], [depth])[0].rstrip()
+        return frame.context(wording.before + text + wording.after)
 
-    n = fitted("niah", lambda n: len(ids(n)) + len(prompt), length, 1)
+    n = fitted(task, lambda n: len(ids(n)) + len(prompt), length, 1)
     ask = Ask(prompt, "contains_all", FOUND, NEW_TOKENS, about={"depth": depth})
-    return Case("niah", key, ids(n), (ask,), about={"length": length, "depth": depth})
+    return Case(task, key, ids(n), (ask,), about={"length": length, "depth": depth})
 
 
 def fitted(task: str, cost: Callable[[int], int], length: int, low: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,13 +26,14 @@ def folder(spec: Spec, source: str) -> Path:
 
 
 def lines(path: Path, fields: Mapping[str, type], source: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, checked for fields and their types; empty lines are left out.
+    """The objects of a JSON-lines file, or of one in .gz, checked for fields and their types; empty lines are left out.
 
     Raises KvjaxError for a missing file, saying which to put where, and for a bad line, with its number.
     """
     if not path.is_file():
         raise KvjaxError(f"{path} is missing; put {source}")
-    with path.open(encoding="utf-8") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _checked(line, f"{path}, line {number}", fields)

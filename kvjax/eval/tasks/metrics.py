@@ -155,6 +155,11 @@ def edit_similarity(text: str, reference: str) -> float:
     return round(library("rapidfuzz").fuzz.ratio(line, reference)) / 100
 
 
+def similarity(text: str, reference: str) -> float:
+    """The Indel similarity of two texts of any number of lines, white space at their ends aside."""
+    return library("rapidfuzz").fuzz.ratio(text.rstrip(), reference.rstrip()) / 100
+
+
 def _gsm8k(text: str, reference: str, pattern: str, which: int) -> float:
     """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns."""
     found = re.findall(pattern, text)
@@ -199,6 +204,7 @@ METRICS: dict[str, Metric] = {
     "retrieval": best(retrieval),
     "count": best(count),
     "edit_similarity": best(edit_similarity),
+    "similarity": best(similarity),
     "gsm8k_strict": best(gsm8k_strict),
     "gsm8k_flexible": best(gsm8k_flexible),
     "rouge_xsum_1": rouge_score("rouge1"),

@@ -3,7 +3,8 @@
 Prompts, numbers of needles, metric and new tokens are those of RULER's standard tasks, word for word. What differs:
 keys and words are made here instead of taken from packages; essays are `spec.text` or held-out source code; each
 instance starts elsewhere in the essay; a length counts the question but not the answer; several keys of a context may
-be asked, each on its own. Context and question are encoded apart, at a line break (`texts.prompt_ids`).
+be asked, each on its own. Context and question are encoded apart, at a line break (`texts.prompt_ids`). Of a chat
+model's answer the first words are given, as there (answer_prefix).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.frame import Frame, framed
 from kvjax.eval.tasks.haystack import KINDS, Drawn, Essay, different, fitted, inserted, letters, made_up
-from kvjax.eval.tasks.texts import context_ids, prompt_ids
 from kvjax.models.model import Model
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -36,6 +38,7 @@ class Question:
     text: str
     references: tuple[str, ...]
     depth: float | None = None
+    opening: str = ""  # the first words of the answer, which are given
 
 
 Draft = Callable[[int], tuple[str, list[Question]]]
@@ -59,7 +62,7 @@ class Niah:
         avoid = essay.whole if essay else NOISE
         keys, values = (Drawn(KINDS[kind](rng), avoid) for kind in (self.key, self.value))
         n = max(self.keys or spec.questions, self.queries)
-        depths = sorted(_spread(rng, n * self.values).tolist())
+        depths = sorted(spread(rng, n * self.values).tolist())
         seed = int(rng.integers(2**32))
 
         def build(units: int) -> tuple[str, list[Question]]:
@@ -99,13 +102,14 @@ class Niah:
             asked = [names[k] for k in row]
             query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
             text = "What are all the special magic {kind} for {query} mentioned in the provided text?"
-            text += " The special magic {kind} for {query} mentioned in the provided text are"
+            opening = " The special magic {kind} for {query} mentioned in the provided text are"
             depth = min(where[k * self.values + v] for k in row for v in range(self.values))
-            out.append(Question(self.worded(text, query), tuple(held[row].ravel().tolist()), depth))
+            text, opening = self.worded(text, query), self.worded(opening, query)
+            out.append(Question(text, tuple(held[row].ravel().tolist()), depth, opening))
         return out
 
 
-def _spread(rng: np.random.Generator, n: int) -> np.ndarray:
+def spread(rng: np.random.Generator, n: int) -> np.ndarray:
     """n of RULER's 40 depths, different ones while there are enough."""
     return rng.choice(DEPTHS, n, replace=n > len(DEPTHS))
 
@@ -132,26 +136,27 @@ class Tracking:
         names = Drawn(letters(rng, string.ascii_uppercase, 5)).first(self.hops + 1)
         short = Drawn(letters(rng, string.ascii_uppercase, 3)).first(self.hops + 1)
         value, other = Drawn(different(lambda: str(rng.integers(10000, 99999)))).first(2)
-        example, asked, _ = self.part(short, other, 5, np.random.default_rng(rng.integers(2**32)))
-        example = f"{example}{asked} {' '.join(short)}\n\n"
+        example, asked = self.part(short, other, 5, np.random.default_rng(rng.integers(2**32)))
+        example = f"{example}{asked.text}{asked.opening} {' '.join(short)}\n\n"
         seed = int(rng.integers(2**32))
 
         def build(units: int) -> tuple[str, list[Question]]:
-            text, question, depth = self.part(names, value, units, np.random.default_rng(seed))
-            at = (len(example) + depth * len(text)) / (len(example) + len(text))
-            return example + text, [Question(question, tuple(names), at)]
+            text, question = self.part(names, value, units, np.random.default_rng(seed))
+            at = (len(example) + question.depth * len(text)) / (len(example) + len(text))
+            return example + text, [dataclasses.replace(question, depth=at)]
 
         return build, self.hops + 1
 
-    def part(self, names: Sequence[str], value: str, noise: int, rng: np.random.Generator) -> tuple[str, str, float]:
-        """(context, question, where the chain's last link is)."""
+    def part(self, names: Sequence[str], value: str, noise: int, rng: np.random.Generator) -> tuple[str, Question]:
+        """(context, question, whose depth is that of the chain's last link)."""
         chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
         text, starts = _lines(chain, noise, rng)
         head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         question = f"Question: Find all variables that are assigned the value {value} in the text above."
-        question += " Answer: According to the chain(s) of variable assignment in the text above, "
-        question += f"{len(names)} variables are assigned the value {value}, they are: "
-        return f"{head}{text}\n", question, (len(head) + starts[-1]) / (len(head) + len(text) + 1)
+        opening = " Answer: According to the chain(s) of variable assignment in the text above, "
+        opening += f"{len(names)} variables are assigned the value {value}, they are: "
+        depth = (len(head) + starts[-1]) / (len(head) + len(text) + 1)
+        return f"{head}{text}\n", Question(question, tuple(names), depth, opening)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +174,13 @@ class Common:
         answer = " ".join(f"{i + 1}. {word}" for i, word in enumerate(first[: self.common]))
         seed = int(rng.integers(2**32))
         question = "Question: What are the 10 most common words in the above list?"
-        question += " Answer: The top 10 words that appear most often in the list are:"
+        opening = " Answer: The top 10 words that appear most often in the list are:"
 
         def build(units: int) -> tuple[str, list[Question]]:
             mine = drawn.first(few + units)[few:]
             text = self.part(mine, *often, np.random.default_rng(seed))
-            return f"{example}{question} {answer}\n{text}", [Question(question, tuple(mine[: self.common]))]
+            asked = Question(question, tuple(mine[: self.common]), opening=opening)
+            return f"{example}{question}{opening} {answer}\n{text}", [asked]
 
         return build, 2 * self.common
 
@@ -203,39 +209,45 @@ class Frequent:
             head += "Find the three most frequently appeared coded words. "
             question = "Question: Do not provide any explanation. Please ignore the dots '....'. "
             question += "What are the three most frequently appeared words in the above coded text?"
-            question += " Answer: According to the coded text above, the three most frequently appeared words are:"
-            return f"{head}{text}\n", [Question(question, tuple(ranked[1:4]))]
+            opening = " Answer: According to the coded text above, the three most frequently appeared words are:"
+            return f"{head}{text}\n", [Question(question, tuple(ranked[1:4]), opening=opening)]
 
         return build, 53  # from here on the fourth rank is more frequent than the fifth
+
+
+class Kind(Protocol):
+    """What `Text` asks of a family."""
+
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+        """(the draft, its fewest units)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A task: how its instances are drafted, and the room for an answer."""
 
-    kind: Niah | Tracking | Common | Frequent
+    kind: Kind
     new_tokens: int
     turns: bool = False
     stream: str = ""  # instances are seeded by this name, so that tasks that share it share them
 
     def cases(self, task: str, model: Model, spec: Spec) -> Iterator[Case]:
         """The cases of all lengths; a context and the longest of its questions take at most `length` tokens."""
+        frame = framed(model, spec)
         for length in spec.lengths:
             for i in range(spec.contexts):
                 rng = symbols.generator(spec, self.stream or task, length, i)
                 build, low = self.kind.draft(rng, spec, length)
-                yield self.case(task, f"{task}/{length}/{i}", model, build, low, length)
+                yield self.case(task, f"{task}/{length}/{i}", frame, build, low, length)
 
-    def case(self, task: str, key: str, model: Model, build: Draft, low: int, length: int) -> Case:
+    def case(self, task: str, key: str, frame: Frame, build: Draft, low: int, length: int) -> Case:
         """The largest case that fits."""
-        tokenizer = model.text_tokenizer()
-        encoded = functools.cache(lambda text: prompt_ids(tokenizer, text))
+        encoded = functools.cache(frame.question)
 
         def ids(n: int) -> tuple[np.ndarray, list[np.ndarray], list[Question]]:
             text, questions = build(n)
-            # In a conversation a further question starts a new line after the answer.
-            prompts = [encoded("\n" * (self.turns and i > 0) + q.text) for i, q in enumerate(questions)]
-            return context_ids(tokenizer, text), prompts, questions
+            prompts = [encoded(q.text, q.opening, i if self.turns else 0) for i, q in enumerate(questions)]
+            return frame.context(text), prompts, questions
 
         def cost(n: int) -> int:
             context, prompts, _ = ids(n)

