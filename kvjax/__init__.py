@@ -1,5 +1,7 @@
 """kvjax: the JAX/Flax home of KV-cache methods."""
 
+import importlib.metadata
+
 from kvjax import reuse, zoo
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.compose import compose
@@ -22,6 +24,11 @@ from kvjax.run.prefixes import read_batch
 from kvjax.run.speculate import Speculation, speculate
 from kvjax.run.splice import splice
 from kvjax.run.states import branch, crop, join, rows
+
+try:
+    __version__ = importlib.metadata.version("kvjax")
+except importlib.metadata.PackageNotFoundError:  # a folder on the path, not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "Cache",

@@ -29,10 +29,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+class _Version(argparse.Action):
+    """Imports kvjax only when the version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import kvjax
+
+        print(f"kvjax {kvjax.__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvjax", description="KV-cache methods in JAX: measured, composed, generated with."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it, and do nothing else")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="all methods on the shipped model: quality, bytes and speed in one table")

@@ -178,6 +178,10 @@ class Cache:
     plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
 
+    def __repr__(self) -> str:
+        rows, layers = self.length.shape[0], len(self.layers)
+        return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
+
 
 def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:
     """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per row.

@@ -21,7 +21,7 @@ from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """params is the Flax parameter tree of `kvjax.models.Decoder`; mesh, when given, is where they live."""
 
@@ -31,6 +31,11 @@ class Model:
     mesh: Mesh | None = None
     name: str = ""
     chat_template: ChatTemplate | None = None
+
+    def __repr__(self) -> str:
+        c, count = self.config, sum(x.size for x in jax.tree.leaves(self.params))
+        shape = f"{c.layers} layers, width {c.width}, {c.heads} heads on {c.kv_heads} of {c.head_dim}"
+        return f"Model({self.name or 'no name'}: {count:,} parameters in {self.dtype}, {shape})"
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -14,7 +14,7 @@ from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
 from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.strings import method_of
+from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
@@ -39,6 +39,11 @@ class Context:
     last: Array  # f32[B V], the logits of each row's last token; f32[B 0] after a crop or an edit: not yet known
     method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # of the documents, compilation apart
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{n:,} bytes in {kind}" for kind, n in self.bytes.items())
+        tokens = ", ".join(map(str, self.cache.length.tolist()))
+        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {held})"
 
     @property
     def rows(self) -> int:

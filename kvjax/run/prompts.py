@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,10 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
     if isinstance(prompts, str):
         prompts = [prompts]
+    if isinstance(prompts, Mapping):
+        raise KvjaxError(
+            f'prompts are texts or lists of ids, got a mapping with {list(prompts)}; give its ["input_ids"]'
+        )
     if len(prompts) == 0:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
     ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -28,8 +30,8 @@ def sampler(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Sampler:
     """A checked Sampler; temperature 0 is greedy, and then no filter may be given."""
-    if temperature < 0:
-        raise KvjaxError(f"temperature must be 0 (greedy) or positive, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise KvjaxError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if top_k is not None and top_k < 1:
         raise KvjaxError(f"top_k must be at least 1, got {top_k}; leave it out to keep all tokens")
     if top_p is not None and not 0 < top_p <= 1:
