@@ -41,8 +41,9 @@ from kvjax.run.planned import planned_bytes
 FAMILIES = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "equal_bytes.json"
 FULL = "full"
-TEXT = "ppl"  # the task whose cases no seed changes
-TASKS = ("niah", "ruler.vt", "turns", TEXT)
+SEEDLESS = ("ppl",)  # tasks whose cases no seed changes
+TASKS = ("niah", "ruler.vt", "turns", "ppl")
+NEEDLES = ("niah", "niah.essays")  # tasks with a case for each depth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,10 @@ def _opened(
     model: Model, family: str, methods: Sequence[str], seed: int, args: argparse.Namespace, stack: contextlib.ExitStack
 ) -> tuple[list[Case], store.Store]:
     """The cases of a seed, and the store of their answers."""
-    tasks = [t for t in args.tasks if t != TEXT or seed == args.seeds[0]]
+    tasks = [t for t in args.tasks if t not in SEEDLESS or seed == args.seeds[0]]
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # one of each depth
-    cases = [case for t in tasks for case in suite.cases(model, [t], needles if t == "niah" else spec)]
+    cases = [case for t in tasks for case in suite.cases(model, [t], needles if t in NEEDLES else spec)]
     about = {"seed": seed, "batch": args.batch, "seen": False}
     told = store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
     return cases, stack.enter_context(store.opened(_folder(args.out, family, seed), told))
@@ -124,7 +125,7 @@ def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[
 
 
 def _score(record: Mapping[str, Any]) -> float:
-    if record["task"] == TEXT:
+    if record.get("bits") is not None:
         return record["bits"]
     return first_later(record)[1] if record["turns"] else float(np.mean(record["scores"]))
 

@@ -1,10 +1,11 @@
 """The page of methods at equal bytes, from what `python -m experiments.equal_bytes` measured.
 
-python -m experiments.equal_bytes_page    writes docs/equal_bytes.md and docs/equal_bytes.png
+python -m experiments.equal_bytes_page [RESULTS]    writes docs/equal_bytes.md and its plot; of RESULTS docs/NAME.md
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import statistics
@@ -17,18 +18,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from experiments.equal_bytes import FULL, RESULTS, TEXT
+from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.summary import mean_error
 from kvjax.methods.strings import parts_given
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PLOT = DOCS / "equal_bytes.md", DOCS / "equal_bytes.png"
 TITLES = {
     "niah": "needles",
     "ruler.vt": "variable tracking",
     "turns": "later questions",
-    TEXT: "text",
+    "ppl": "text",
+    "niah.essays": "needles in essays",
+    "turns.essays": "later questions on essays",
+    "humaneval.bits": "HumanEval's solutions",
 }
+IN_BITS = ("ppl", "humaneval.bits")  # tasks that are measured in bits per byte, above the full cache's
 BITS = (0, 0.01, 0.03, 0.1, 0.3, 1, 3)  # per byte above the full cache's; linear up to the second
 MARKERS = "osD^v<>P*Xhpd|+"
 
@@ -64,19 +68,19 @@ class Result:
         values = self.contexts(method, task)
         if not len(values):
             return None, None
-        return mean_error(values - self.contexts(FULL, task) if task == TEXT else 100 * values)
+        return mean_error(values - self.contexts(FULL, task) if task in IN_BITS else 100 * values)
 
 
 def worth(task: str, score: float) -> float:
     """Higher is better."""
-    return -score if task == TEXT else score
+    return -score if task in IN_BITS else score
 
 
 def shown(task: str, score: float | None, error: float | None = None) -> str:
     """For a cell."""
     if score is None:
         return ""
-    form = "{:+.3f}" if task == TEXT else "{:.1f}"
+    form = "{:+.3f}" if task in IN_BITS else "{:.1f}"
     return form.format(score) + (f" ±{form.format(error).lstrip('+')}" if error is not None else "")
 
 
@@ -151,8 +155,8 @@ def draw(result: Result, path: Path) -> None:
         if result.points(family):
             line[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8.5)
     for task, ax in zip(tasks, axes[0], strict=True):
-        ax.set_title(TITLES[task] + (", bits per byte above full" if task == TEXT else ", % right"))
-        if task == TEXT:
+        ax.set_title(TITLES[task] + (", bits per byte above full" if task in IN_BITS else ", % right"))
+        if task in IN_BITS:
             ax.set_yscale("symlog", linthresh=BITS[1])
             ax.yaxis.set_major_locator(FixedLocator(BITS))
             ax.yaxis.set_minor_locator(NullLocator())
@@ -187,8 +191,8 @@ def _curves(result: Result, family: str, task: str) -> list[tuple[str, list[floa
     return curves
 
 
-def page(result: Result) -> str:
-    """The page."""
+def page(result: Result, plot: str) -> str:
+    """The page, which shows the plot of that name."""
     document = result.document
     contexts = {task: len(result.contexts(FULL, task)) for task in document["tasks"]}
     counts = ", ".join(f"{n} of {TITLES[task]}" for task, n in contexts.items())
@@ -206,7 +210,7 @@ above the full cache's. Errors are standard errors over contexts, of all seeds t
 differences.
 {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
 
-![quality against bytes](equal_bytes.png)
+![quality against bytes]({plot})
 
 ## Which family where
 
@@ -226,9 +230,12 @@ The best of each family, which is a maximum over its methods and so a little too
 
 def main() -> None:
     """Writes page and plot."""
-    result = Result(json.loads(RESULTS.read_text()))
-    draw(result, PLOT)
-    PAGE.write_text(page(result))
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="what experiments.equal_bytes summed up")
+    path = p.parse_args().results
+    result, plot = Result(json.loads(path.read_text())), DOCS / f"{path.stem}.png"
+    draw(result, plot)
+    (DOCS / f"{path.stem}.md").write_text(page(result, plot.name))
 
 
 if __name__ == "__main__":

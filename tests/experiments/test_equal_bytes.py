@@ -60,7 +60,7 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
 
 def test_the_page_has_every_method_at_every_share(run, tmp_path):
     result = equal_bytes_page.Result(run())
-    page = equal_bytes_page.page(result)
+    page = equal_bytes_page.page(result, "plot.png")
     for point in result.points():
         assert page.count(f"| `{point['method']}` |") >= 1
     assert "- 1/4: `int8`" in page and "median" in page
