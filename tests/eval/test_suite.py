@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 
 ASK = Ask(np.array([1]), "exact", ("a",), 1)
 
@@ -61,3 +61,20 @@ def test_two_cases_of_one_key_are_refused():
 
 def test_each_task_is_described_by_one_line():
     assert suite.described()["niah"] == "One line."
+
+
+def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):
+    def long_only(model, spec):
+        if min(spec.lengths) < 100:
+            raise TooShort(f"does not fit in {min(spec.lengths)} tokens")
+        return maker("long")(model, spec)
+
+    monkeypatch.setattr(suite, "makers", lambda: {"niah": maker("niah"), "long": long_only})
+    said, spec = [], Spec(lengths=(40, 400))
+    found = suite.cases(None, ["niah", "long"], spec, said.append)
+    assert [c.key for c in found] == ["niah/40/0", "niah/400/0", "long/400/0"]
+    assert said == ["left out: does not fit in 40 tokens"]
+    with pytest.raises(TooShort, match="does not fit in 40"):
+        suite.cases(None, ["niah", "long"], spec)
+    with pytest.raises(KvjaxError, match="no task fits in any of the lengths"):
+        suite.cases(None, ["long"], Spec(lengths=(40, 50)), said.append)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     methods = _at_equal_bytes(model, args.methods, shares, spec.lengths[0]) if shares else args.methods
     how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
     try:
-        compare(model, methods, tasks, spec, args.out, **how, progress=progress())
+        compare(model, methods, tasks, spec, args.out, **how, progress=progress(), left_out=_say)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     summarise(args.out)
@@ -70,6 +70,10 @@ def specification(args: argparse.Namespace) -> Spec:
 def words(text: str) -> list[str]:
     """Comma-separated words."""
     return [w.strip() for w in text.split(",") if w.strip()]
+
+
+def _say(what: str) -> None:
+    print(f"kvjax: {what}", file=sys.stderr)
 
 
 def _length(word: str) -> int:

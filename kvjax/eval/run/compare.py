@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,19 @@ def compare(
     seen: bool = False,
     speed: bool = False,
     progress: Progress | None = None,
+    left_out: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Asks every method all cases of the tasks -> one row per (method, task, length).
 
     methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`.
     The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in the folder `out`, where a run that was
     stopped goes on. seen: each question ends the prompt, so that a method sees it when it compresses; speed: measure it
-    too. Raises KvjaxError before anything runs for a method, task or length that cannot be.
+    too. left_out: is told of tasks that do not fit in a length, which are then left out. Raises KvjaxError before
+    anything runs for a method, task or length that cannot be.
     """
     chosen = named(methods)
     tasks = suite.expand(tasks)
-    cases = suite.cases(model, tasks, spec)
+    cases = suite.cases(model, tasks, spec, left_out)
     about = {"seed": spec.seed, "batch": batch, "seen": seen}
     run = store.describe(model, **about, methods=list(chosen), tasks=tasks, lengths=spec.lengths)
     times = spec.lengths if speed else ()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvjax.core.types import KvjaxError
 from kvjax.models.model import Model
 
 
@@ -42,6 +43,10 @@ class Case:
     follows: np.ndarray | None = None  # i32[T], predicted token by token (teacher-forced); then there are no asks
     bytes: int = 0  # of the text of `follows`, so that models with different tokenizers compare
     about: Mapping[str, float | int | str] = dataclasses.field(default_factory=dict)  # {"length": 2048, "depth": 0.5}
+
+
+class TooShort(KvjaxError):
+    """A length that a task does not fit in."""
 
 
 @dataclasses.dataclass(frozen=True)

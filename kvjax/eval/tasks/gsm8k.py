@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.local import Encoded, encode, folder, lines, maker
 from kvjax.models.model import Model
 
@@ -54,7 +54,7 @@ def _fitting(model: Model, shots: Sequence[dict], question: str, length: int) ->
         encoded = encode(model, text)
         if len(encoded.ids) <= length:
             return encoded, n, len(text) - len(prompt((), question) if n else "\nAnswer:")
-    raise KvjaxError(
+    raise TooShort(
         f"length {length} is too short: the question {question!r:.60} alone takes {len(encoded.ids)} tokens; raise it"
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.eval.tasks.frame import Frame, framed
 from kvjax.eval.tasks.texts import largest
 from kvjax.models.model import Model
@@ -107,7 +107,7 @@ def fitted(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
     n = largest(cost, length, low)
     if n is None:
         enough = round_up(cost(low) * 6 // 5, 32)
-        raise KvjaxError(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
+        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
     return n
 
 

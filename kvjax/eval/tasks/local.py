@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.tasks.case import Case, Maker, Spec
+from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.texts import unended
 from kvjax.models.model import Model
 
@@ -108,4 +108,4 @@ def check_lengths(spec: Spec, least: int = 16) -> None:
     """Raises KvjaxError for a length that leaves no room for any prompt."""
     for length in spec.lengths:
         if length < least:
-            raise KvjaxError(f"length {length} is too short for a prompt of this task; use {least} tokens or more")
+            raise TooShort(f"length {length} is too short for a prompt of this task; use {least} tokens or more")

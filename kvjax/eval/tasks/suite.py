@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.tasks.case import Case, Maker, Spec
+from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.models.model import Model
 
 
@@ -47,10 +48,31 @@ def _matching(name: str, known: Sequence[str]) -> list[str]:
     return family
 
 
-def cases(model: Model, names: Sequence[str], spec: Spec) -> list[Case]:
-    """The cases of all named tasks, in order; raises KvjaxError for an unknown name and what the makers raise."""
-    known = makers()
-    found = [case for name in expand(names) for case in known[name](model, spec)]
+def _of(name: str, model: Model, spec: Spec, left_out: Callable[[str], None] | None) -> list[Case]:
+    """One task's cases, of the lengths that it fits in."""
+    maker, found = makers()[name], []
+    try:
+        return list(maker(model, spec))
+    except TooShort:
+        if left_out is None:
+            raise
+    for length in spec.lengths:
+        try:
+            found += maker(model, dataclasses.replace(spec, lengths=(length,)))
+        except TooShort as e:
+            left_out(f"left out: {e}")
+    return found
+
+
+def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[str], None] | None = None) -> list[Case]:
+    """The cases of all named tasks, in order; raises KvjaxError for an unknown name and what the makers raise.
+
+    left_out: is told of each task and length that do not fit together, and the others are made; if none fits, or
+    without `left_out`, that is an error.
+    """
+    found = [case for name in expand(names) for case in _of(name, model, spec, left_out)]
+    if not found and left_out is not None:
+        raise KvjaxError("no task fits in any of the lengths; use longer ones")
     seen: set[tuple[str, str]] = set()
     for case in found:
         if (case.task, case.key) in seen:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import packaged
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks, vocab
 from kvjax.testbed.tasks import Filler, Instance
@@ -110,7 +110,7 @@ def built(task: str, make: Callable[[int], Instance], length: int) -> Instance:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if _works(make, middle) else (middle, high)
-        raise KvjaxError(f"task {task!r} does not fit in {length} tokens; use a length of at least {high}") from None
+        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {high}") from None
 
 
 def _works(make: Callable[[int], Instance], length: int) -> bool:

@@ -11,7 +11,7 @@ from tokenizers import Encoding
 
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.run.prompts import round_up
@@ -209,7 +209,7 @@ def _text_line(
     n = largest(lambda n: len(cut(n)), limit, 1, len(lines) - 1)
     if n is None:
         enough = round_up((len(cut(1)) + len(prompt)) * 6 // 5, 32)
-        raise KvjaxError(f"code completion does not fit in {length} tokens; use a length of at least {enough}")
+        raise TooShort(f"code completion does not fit in {length} tokens; use a length of at least {enough}")
     if n == len(lines) - 1:
         raise _too_short(spec, len(cut(n)), length, 0)
     return cut(n), prompt
