@@ -14,11 +14,15 @@ from checkpoints_convert.convert import read
 from kvjax import zoo
 from tests.fixtures import ROOT
 
-# 62 tokens are half of one kind of stored prompts, 125 tokens, and a quarter of the other, 250, rounded down
+# 62 tokens are three quarters of stored prompts of 83 tokens, half of those of 125, and a quarter of 250, rounded down
 KEPT, STEPS, CAPACITY = 62, 32, 320
 FIELD = 60  # tokens kept of the field's prompts: three quarters of 80 tokens, half of 120, a quarter of 240
 AVG = {"window": 8, "kernel": 5, "pool": "avg"}
 ADAKV = zoo.adakv(rule="kvpress")
+DECODING = {
+    "kvpress_decoding_keydiff": ("gqa", kvjax.compose(zoo.keydiff(FIELD), zoo.recompress(12))),
+    "kvpress_decoding_tova": ("gqa", zoo.tova(FIELD, keep_newest=True)),  # compressed after every token
+}
 METHODS = {
     "kvpress_snapkv": ("gqa", zoo.snapkv(KEPT, **AVG)),
     "kvpress_pyramidkv": ("gqa", zoo.pyramidkv(62.5, **AVG, beta=10, rule="peer")),
@@ -54,26 +58,28 @@ METHODS = {
         kvjax.compose(zoo.kvzip(FIELD, plus=True), zoo.adakv(alpha=0, rule="kvpress")),
     ),
     **{f"kvpress_think{kept}": ("gqa", zoo.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
+    **DECODING,
 }
 """Public implementation -> (fixture, what it is here)."""
 
-LENGTHS = [125, 125, 250, 250], [80, 80, 120, 120, 240, 240], [80, 80], [120, 120], [240, 240]
+LENGTHS = [83, 83, 125, 125, 250, 250], [80, 80, 120, 120, 240, 240], [80, 80], [120, 120], [240, 240]
 """Of the prompts of one method; the last three of methods that are compared at one ratio."""
 
 
 @functools.cache
 def load(name: str) -> tuple[kvjax.Model, dict[str, list[dict]]]:
-    """(model, public implementation -> for each of its prompts: prompt, answer, kept [layer][head])."""
+    """(model, public implementation -> for each of its prompts: prompt, answer, kept and at_the_end [layer][head])."""
     config, params = read(ROOT / "eviction" / name)
     rows: dict[str, list[dict]] = {}
     for file in sorted((ROOT / "eviction" / name).glob("*.npz")):
         arrays = np.load(file)
         for case in dict.fromkeys(path.split("/")[0] for path in arrays):
-            kept = [arrays[f"{case}/kept/{layer}"] for layer in range(config.layers)]
+            kept = [x for path, x in arrays.items() if path.startswith(f"{case}/kept/")]
             both = (arrays[f"{case}/{what}"] for what in ("prompts", "answers"))
             for prompt, answer, *layers in zip(*both, *kept, strict=True):
                 kept = [[head[head >= 0].tolist() for head in layer] for layer in layers]
-                row = {"prompt": prompt.tolist(), "answer": answer.tolist(), "kept": kept}
+                row = {"prompt": prompt.tolist(), "answer": answer.tolist(), "kept": kept[: config.layers]}
+                row["at_the_end"] = kept[config.layers :]
                 rows.setdefault(case.rsplit("_", 1)[0], []).append(row)
     return kvjax.Model(config, jax.tree.map(jnp.asarray, params)), rows
 
@@ -84,9 +90,13 @@ def assert_alike(public: str, rows: list[dict]) -> None:
     out = kvjax.generate(model, prompts, method, max_new_tokens=STEPS, eos_ids=(), capacity=CAPACITY)
     assert out.tokens == [row["answer"] for row in rows]
     _, state = kvjax.prefill(model, prompts, method, capacity=CAPACITY)
+    assert_kept(state, [row["kept"] for row in rows])
+
+
+def assert_kept(state: kvjax.State, rows: list[list]) -> None:
     for layer, kept in enumerate(kvjax.kept_positions(state)):
         for row, heads in zip(rows, kept, strict=True):
-            assert [positions.tolist() for positions in heads] == row["kept"][layer]
+            assert [positions.tolist() for positions in heads] == row[layer]
 
 
 @pytest.mark.parametrize("public", METHODS)
@@ -99,6 +109,22 @@ def test_in_a_padded_batch_the_same_tokens_stay_and_the_same_follow(public):
 @pytest.mark.parametrize("public", ["kvpress_snapkv", "kvpress_pyramidkv", "kvpress_observed"])
 def test_a_row_alone_keeps_the_same_tokens_and_goes_on_alike(public):
     assert_alike(public, load(METHODS[public][0])[1][public][:1])
+
+
+@pytest.mark.parametrize("public", DECODING)
+def test_while_decoding_the_same_tokens_stay(public):
+    """PrefillDecodingPress: half of the prompt stays, and as many tokens again after every 12 or after each.
+
+    It means what ours does where scores come from keys alone, in whatever order, or from the newest query: kvpress
+    holds tokens in the order of their scores from then on, turns all queries of a window to the newest position, and
+    counts steps below its target too; `recompress` asks with the query of the token that comes in as well. The target
+    of CompressionRatioDecodingPress grows with the text, and ours is constant.
+    """
+    (model, _), rows = load("gqa"), load("gqa")[1][public]
+    prompts, answers = ([row[what] for row in rows] for what in ("prompt", "answer"))
+    _, state = kvjax.prefill(model, prompts, METHODS[public][1], capacity=CAPACITY)
+    _, state = kvjax.extend(model, [answer[:-1] for answer in answers], state)
+    assert_kept(state, [row["at_the_end"] for row in rows])
 
 
 def test_every_stored_case_is_compared():

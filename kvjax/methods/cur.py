@@ -56,7 +56,7 @@ class Cur(Scorer):
     Trial("cur:budget=5,window=4,sinks=1", "cur:budget=100,window=4,sinks=1", selected(5)),
     formula="score_s = |k_s|^2 / (sum of |k|^2 in its window) * |v_s|^2 / (sum of |v|^2 in its window)",
     differs="The random projection of keys and values before their norms are taken, an option of kvpress that is off "
-    "there, is left out.",
+    'there, is left out. Its "mean" without windows adds norms that are not shares; ours always adds shares.',
     example="cur:budget=512",
 )
 def cur(
@@ -70,7 +70,7 @@ def cur(
     """After the prompt each head keeps the tokens of the largest keys and values among neighbours; it sees no queries.
 
     window: neighbours that a norm is compared with; a window as long as the prompt compares with all. leverage:
-    "product", "mean", "key" or "value". sinks: first tokens that always stay. All three as in kvpress. budget, unit,
-    per as in `snapkv`.
+    "product", "mean", "key" or "value". sinks: first tokens that always stay. As in kvpress. budget, unit, per as in
+    `snapkv`.
     """
     return Method(select=selecting(Cur(window, leverage), budget, sinks, 0, unit, per))

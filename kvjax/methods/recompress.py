@@ -146,7 +146,8 @@ _KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:
     Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3)),
     Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2), name="over kvcrush"),
     formula="whenever budget + every tokens are held: the selection is made again by the latest queries",
-    differs="kvpress compresses after a step's attention, here before the next token comes in.",
+    differs="kvpress compresses after a step's attention, here before the next token comes in, whose query is asked "
+    "too; it also counts steps below its target, and rotates every buffered query to the newest position.",
     example="snapkv:budget=512 + recompress:every=32",
 )
 def recompress(every: int = 128) -> Method:
