@@ -1,4 +1,4 @@
-# make demo    the main job on the model that ships in the repository
+# make demo    the main job on the model that ships in the repository     make demo MODEL=smollm2-135m   on a real one
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make experiments   the small form of every table and figure of the papers, into experiments/results
@@ -10,6 +10,7 @@
 VENV := .venv
 EXTRAS ?= dev,experiments
 JOBS ?= 2
+MODEL ?= testbed
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test bench experiments check format clean
 
 demo: $(STAMP)
-	$(VENV)/bin/kvjax demo
+	$(VENV)/bin/kvjax demo --model $(MODEL)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

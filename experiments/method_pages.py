@@ -16,20 +16,19 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.progress import track
 
 from kvjax import demo, load
 from kvjax.cache.method import Method
 from kvjax.cli import use_compilation_cache
 from kvjax.core import program
+from kvjax.eval.exam import exam
 from kvjax.eval.run.evaluate import MAPPINGS
 from kvjax.eval.run.harness import SPEED_RUNS
 from kvjax.methods.catalogue import Recipe, load_all
 from kvjax.methods.pairs import Verdict, verdict
 from kvjax.methods.strings import parse
 from kvjax.run.generate import generate
-from kvjax.testbed import tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -52,7 +51,8 @@ def measure(again: bool = False) -> None:
     """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
     found = {} if again else measured()
     missing = [r.example for r in load_all().values() if r.example not in found]
-    for row in demo.measure(load("testbed"), tuple(dict.fromkeys(["full", *missing]))):
+    asked = exam(load("testbed"), demo.SEED)
+    for row in demo.measure(asked, tuple(dict.fromkeys(["full", *missing]))):
         kept = dataclasses.asdict(row)
         del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
         found.setdefault(row.method, kept)  # `full`, beside which all are measured, stays
@@ -61,12 +61,11 @@ def measure(again: bool = False) -> None:
 
 def measure_speed() -> None:
     """Adds to each method how many times as fast as `full` it decodes, both in turns."""
-    found, model = measured(), load("testbed")
-    rng = np.random.default_rng(0)
-    contexts = [tasks.recall(rng, demo.CONTEXT).context for _ in range(demo.INSTANCES)]
+    found, asked = measured(), exam(load("testbed"), demo.SEED)
 
     def rate(method: str) -> float:
-        return generate(model, contexts, method, max_new_tokens=demo.NEW_TOKENS, eos_ids=()).tokens_per_second
+        out = generate(asked.model, asked.contexts, method, max_new_tokens=demo.NEW_TOKENS, eos_ids=())
+        return out.tokens_per_second
 
     for method, row in track(found.items(), "methods", transient=True):
         row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))

@@ -46,8 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it, and do nothing else")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    demo = commands.add_parser("demo", help="all methods on the shipped model: quality, bytes and speed in one table")
+    demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
     demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where demo.json and demo.png go")
+    demo.add_argument(
+        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
+    )
     demo.add_argument("--methods", help="method strings separated by ';' (default: a choice of all)")
     demo.set_defaults(run=_demo)
 
@@ -172,7 +175,7 @@ def _report(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from kvjax import demo
 
-    demo.run(args.out, args.methods or demo.METHODS)
+    demo.run(args.out, args.methods or demo.METHODS, args.model)
 
 
 def _generate(args: argparse.Namespace) -> None:

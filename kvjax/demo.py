@@ -1,4 +1,4 @@
-"""The demo: every method on the shipped model, quality beside bytes and speed."""
+"""The demo: methods on one model, quality beside bytes and speed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvjax.eval.run import harness
+from kvjax.eval.exam import Exam, exam
 from kvjax.methods.strings import Methods, named
-from kvjax.models.model import Model, load
+from kvjax.models.model import load
 from kvjax.run.generate import generate
-from kvjax.testbed import corpus, tasks
 
 METHODS = (
     "full",
@@ -33,9 +31,8 @@ METHODS = (
     "h2o:heavy=256,recent=256",
     "streaming_llm:recent=508",
 )
-CONTEXT, INSTANCES, QUESTIONS = 2048, 8, 8
-CODE_CONTEXT, CODE_ROWS, CODE_TOKENS = 1536, 8, 512
 NEW_TOKENS = 64
+SEED = 1_000_003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,45 +40,43 @@ class Row:
     """One line of the table."""
 
     method: str
-    recall: float  # share of questions answered exactly
-    code_bits: float  # bits per byte of held-out source code
+    recall: float  # share of questions that are answered
+    code_bits: float  # bits per byte of source code
     agreement: float  # share of code tokens at which the likeliest token is that of `full`
-    device_bytes: int  # of the state of one 2,048-token context
+    device_bytes: int  # of the state of one context
     host_bytes: int
     tokens_per_second: float  # decoding all contexts at once
 
 
-def measure(model: Model, methods: Methods, seed: int = 1_000_003) -> Iterator[Row]:
-    """One row per method as it is measured, on the same held-out instances; `agreement` is with the first one."""
-    rng = np.random.default_rng(seed)
-    held_out = corpus.load("held_out")
-    instances = [tasks.recall(rng, CONTEXT, held_out.window, questions=QUESTIONS) for _ in range(INSTANCES)]
-    code = np.stack([held_out.window(rng, CODE_CONTEXT + CODE_TOKENS) for _ in range(CODE_ROWS)])
+def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
+    """One row per method as it is measured, on the same questions; `agreement` is with the first method."""
     reference = None
     for name, method in track(named(methods).items(), "methods", transient=True):
-        right, size = harness.answers(model, method, instances)
-        logp, likeliest = harness.continuation(model, method, code, CODE_CONTEXT)
-        reference = likeliest if reference is None else reference
-        speed = generate(model, [i.context for i in instances], method, max_new_tokens=NEW_TOKENS, eos_ids=())
+        found = asked.quality(method)
+        reference = found.likeliest if reference is None else reference
+        speed = generate(asked.model, asked.contexts, method, max_new_tokens=NEW_TOKENS, eos_ids=())
         yield Row(
             name,
-            float(np.mean(right)),
-            float(-logp.mean() / np.log(2)),
-            float((likeliest == reference).mean()),
-            size["device"] // INSTANCES,
-            size["pinned_host"] // INSTANCES,
+            found.right,
+            found.bits,
+            float((found.likeliest == reference).mean()),
+            found.bytes["device"],
+            found.bytes["pinned_host"],
             speed.tokens_per_second,
         )
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], asked: Exam) -> Table:
     """For people."""
     look = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}  # fits 80 columns
-    t = Table(title=f"{CONTEXT:,}-token contexts, {INSTANCES} at a time", **look)
+    t = Table(title=f"{asked.length:,}-token contexts, {len(asked.contexts)} at a time", **look)
     t.add_column("method", max_width=29)
     for name in ("recall", "bits/B", "= full", "device", "host", "tok/s"):
         t.add_column(name, justify="right", no_wrap=True)
-    t.caption = "bits/B: of held-out source code; = full: code tokens predicted as `full` does; KiB a context"
+    t.caption = (
+        f"recall: {asked.questions}; bits/B: of {asked.text}; = full: tokens of it predicted as `full` does; "
+        "device, host: KiB a context"
+    )
     for r in rows:
         numbers = (f"{r.recall:.1%}", f"{r.code_bits:.3f}", f"{r.agreement:.1%}")
         sizes = (f"{r.device_bytes / 1024:,.0f}", f"{r.host_bytes / 1024:,.0f}")
@@ -92,7 +87,7 @@ def table(rows: list[Row]) -> Table:
 def plot(rows: list[Row], path: Path) -> None:
     """Quality against device bytes, one point per method."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    panels = (("recall", "recall accuracy"), ("code_bits", "held-out code, bits per byte"))
+    panels = (("recall", "recall accuracy"), ("code_bits", "code, bits per byte"))
     for ax, (field, label) in zip(axes, panels, strict=True):
         for i, r in enumerate(rows):
             x, y = r.device_bytes / 1024, getattr(r, field)
@@ -113,8 +108,9 @@ def run(out: Path, methods: Methods = METHODS, model: str = "testbed") -> list[R
     methods: values, strings, or strings separated by ";".
     """
     console = Console()
-    rows = list(measure(load(model), methods))
-    console.print(table(rows))
+    asked = exam(load(model), SEED)
+    rows = list(measure(asked, methods))
+    console.print(table(rows, asked))
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
     plot(rows, out / "demo.png")
