@@ -26,8 +26,8 @@ def describe(directory: str | Path) -> Lines:
 def _ours(path: Path) -> Lines:
     record = checkpoint.manifest(path)
     shapes = [tuple(x["shape"]) for x in record.parameters.values()]
-    total = sum(size(shape, np.dtype(record.dtype)) for shape in shapes)
-    lines = {"format": "kvjax", "source": record.source} | _weights(shapes, [record.dtype] * len(shapes), total)
+    stored = [(shape, record.dtype, size(shape, np.dtype(record.dtype))) for shape in shapes]
+    lines = {"format": "kvjax", "source": record.source} | _weights(stored)
     tokenizer = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
     return lines | {"tokenizer": tokenizer} | _config(record.config)
 
@@ -37,8 +37,7 @@ def _theirs(path: Path) -> Lines:
     lines = {"format": source.format, "model_type": str(source.config.get("model_type"))}
     tensors = source.tensors.values()
     lines["files"] = str(len({t.file for t in tensors}))
-    kinds = [t.stored or FLOATS.get(t.dtype, t.dtype) for t in tensors]
-    lines |= _weights([t.shape for t in tensors], kinds, sum(_bytes(t) for t in tensors))
+    lines |= _weights([(t.shape, t.stored or FLOATS.get(t.dtype, t.dtype), _bytes(t)) for t in tensors])
     lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
     try:
         return lines | {"convertible": "yes"} | _config(plan(source).config)
@@ -53,11 +52,13 @@ def _bytes(tensor: Tensor) -> int:
     return size(tensor.shape, np.dtype(FLOATS[tensor.dtype])) if tensor.dtype in FLOATS else 0
 
 
-def _weights(shapes: list[tuple[int, ...]], dtypes: list[str], total: int) -> Lines:
-    count = sum(size(shape, np.dtype("int8")) for shape in shapes)
-    kinds = ", ".join(f"{d} ({n})" for d, n in Counter(dtypes).items())
+def _weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:
+    """Of tensors as (shape, type, bytes), the bytes 0 for what is no weight."""
+    total = sum(n for _, _, n in stored)
+    count = sum(size(shape, np.dtype("int8")) for shape, _, n in stored if n)
+    kinds = ", ".join(f"{kind} ({n})" for kind, n in Counter(kind for _, kind, _ in stored).items())
     return {
-        "tensors": str(len(shapes)),
+        "tensors": str(len(stored)),
         "types": kinds,
         "parameters": f"{count:,}",
         "weights": f"{total / 1e6:,.1f} MB",

@@ -147,8 +147,9 @@ def _scaling(
 
 
 def _llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
-    """The scaling of Llama 3 whose factors these are, one for each pair of rotated numbers; they say for how many
-    positions the model was first trained, wherever they lie between 1 and the largest.
+    """The scaling of Llama 3 whose factors these are, one for each pair of rotated numbers.
+
+    Those that lie between 1 and the largest say for how many positions the model was first trained.
     """
     theta, rotated = raw["rope_theta"], raw["head_dim"]
     wavelength = 2 * math.pi * theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)

@@ -62,19 +62,20 @@ class GgufSource:
 
         def read(name: str) -> np.ndarray:
             tensor = found[self.names[name]]
-            weights = gguf.dequantize(tensor.data, tensor.tensor_type)
-            return self._as_theirs(name, weights.reshape(self.tensors[name].shape))
+            found_there = gguf.dequantize(tensor.data, tensor.tensor_type)
+            return self._as_theirs(name, found_there.reshape(self.tensors[name].shape))
 
         return read
 
-    def _as_theirs(self, name: str, weights: np.ndarray) -> np.ndarray:
+    def _as_theirs(self, name: str, x: np.ndarray) -> np.ndarray:
         """Rows of queries and keys back in Hugging Face's order: the llama format has the halves of a head in turns."""
         if self.metadata["general.architecture"] != "llama":
-            return weights
+            return x
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None:
-            return weights
-        return weights.reshape(self.config[heads], -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+            return x
+        in_turns = x.reshape(self.config[heads], -1, 2, *x.shape[1:])
+        return in_turns.swapaxes(1, 2).reshape(x.shape)
 
 
 def _parts(file: Path) -> list[Path]:

@@ -64,7 +64,7 @@ class Source(Protocol):
         """One tensor; no more of the file than that stays in memory."""
 
     def peer(self) -> Callable[[str], np.ndarray]:
-        """`read`, where another reader of the same files exists by that one: for comparisons."""
+        """What `read` does, by another reader of the same files where there is one: for comparisons."""
 
 
 def opened(path: str | Path) -> Source:

@@ -112,7 +112,10 @@ def _folder(out: Path, family: str, seed: int) -> Path:
 
 
 def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions."""
+    """method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions.
+
+    A method that was not yet asked everything is left out.
+    """
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for family, seed in itertools.product(families, args.seeds):
         folder = _folder(args.out, family, seed)
@@ -121,7 +124,13 @@ def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[
             of_seed.setdefault((record["method"], record["task"]), []).append(round(_score(record), 4))
         for (method, task), values in of_seed.items():
             found.setdefault(method, {}).setdefault(task, {})[str(seed)] = values
-    return found
+    counts = {method: _counts(by_task) for method, by_task in found.items()}
+    return {method: by_task for method, by_task in found.items() if counts[method] == counts[FULL]}
+
+
+def _counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
+    """How many contexts there are of each task and seed."""
+    return {(task, seed): len(values) for task, by_seed in by_task.items() for seed, values in by_seed.items()}
 
 
 def _score(record: Mapping[str, Any]) -> float:
@@ -178,8 +187,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         raise KvjaxError(f"--families has {unknown[0]!r}; there are {', '.join(families)}")
     wrong: dict[str, str] = {}
-    for family in [] if args.sum else args.families or families:
-        wrong |= measure(model, family, families[family], args)
+    if not args.sum:
+        for family in args.families or families:
+            wrong |= measure(model, family, families[family], args)
     if args.sum or not args.families:
         args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
         progress(f"wrote {args.results}")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.methods.catalogue import Recipe
 
 
+MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
     args = _parser().parse_args(argv)
@@ -48,16 +51,12 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
     demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where demo.json and demo.png go")
-    demo.add_argument(
-        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
-    )
+    demo.add_argument("--model", default="testbed", help=MODEL)
     demo.add_argument("--methods", help="method strings separated by ';' (default: a choice of all)")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="continue a prompt under a method")
-    generate.add_argument(
-        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
-    )
+    generate.add_argument("--model", default="testbed", help=MODEL)
     generate.add_argument("--method", default="full", help="for example kcache:n=128,device_layers=1")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; give it again for a batch")
@@ -95,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("kind", metavar="KIND", help="which table, as the method's description says, for example bases")
-    p.add_argument(
-        "model", metavar="MODEL", help="a directory of checkpoints_convert, or a name that kvjax models lists"
-    )
+    p.add_argument("model", metavar="MODEL", help=MODEL)
     p.add_argument("out", type=Path, metavar="OUT", help="the file to write, for the method's parameter `table`")
     p.add_argument("--text", type=Path, help="a UTF-8 text to read, for a kind that brings none itself")
     p.add_argument("--tokens", type=int, default=65_536, help="how much of it (default: %(default)s)")
@@ -109,9 +106,7 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
 
 def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument("--list", action="store_true", help="list the tasks, and do nothing else")
-    p.add_argument(
-        "--model", default="testbed", help="a directory of checkpoints_convert, or a name that kvjax models lists"
-    )
+    p.add_argument("--model", default="testbed", help=MODEL)
     p.add_argument(
         "--methods",
         default="full; kcache:n=64; specache:bits=1; snapkv:budget=256 + kvcrush",

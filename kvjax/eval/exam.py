@@ -30,6 +30,7 @@ class Quality(NamedTuple):
 class Exam(Protocol):
     """The same questions for every method."""
 
+    model: Model
     contexts: Sequence[np.ndarray]
     length: int  # tokens of each
     questions: str  # what they are about
@@ -40,9 +41,7 @@ class Exam(Protocol):
 
 
 def exam(model: Model, seed: int) -> Exam:
-    """Recall of symbols and held-out code for the shipped model, and for any model that knows its vocabulary; for
-    others needles in essays, or in source code where the essays are not installed, and source code.
-    """
+    """Symbols and held-out code for a model with the shipped model's vocabulary, real text for all others."""
     return Symbols(model, seed) if knows_symbols(model) else Text(model, seed)
 
 
@@ -70,7 +69,10 @@ class Symbols:
 
 
 class Text:
-    """Needles at four depths of two contexts of 1,024 tokens, and text after four such contexts."""
+    """Needles at four depths of two contexts of 1,024 tokens, and text after four such contexts.
+
+    The needles are in essays, or in source code where the essays are not installed.
+    """
 
     length = 1024
     spec = Spec(lengths=(length,), contexts=2, depths=4)
@@ -97,9 +99,8 @@ class Text:
 
 def _right(cases: Sequence[Case], replies: Sequence[Sequence[str]]) -> float:
     """The mean score of replies [ask][case]."""
-    found = [
-        METRICS[ask.metric](text, ask)
-        for asked, texts in zip(zip(*(case.asks for case in cases), strict=True), replies, strict=True)
-        for ask, text in zip(asked, texts, strict=True)
-    ]
+    found = []
+    for i, case in enumerate(cases):
+        for ask, texts in zip(case.asks, replies, strict=True):
+            found.append(METRICS[ask.metric](texts[i], ask))
     return float(np.mean(found))

@@ -121,7 +121,10 @@ class Writer:
     def __enter__(self) -> Writer:
         self._lock = locked(self.partial)
         for left in self.partial.iterdir():  # by a write that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         (self.partial / PARTS).mkdir()
         return self
 
@@ -221,7 +224,8 @@ def manifest(directory: str | Path) -> Manifest:
         config = Config.from_json(json.dumps(raw.pop("config")))
         record = Manifest(config=config, **raw)
         shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
-        dict(record.digests), dict(record.files)
+        dict(record.digests)
+        dict(record.files)
     except (KeyError, TypeError, AttributeError) as e:
         raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
     _check_shapes(config, shapes, str(path))

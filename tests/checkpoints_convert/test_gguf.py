@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import struct
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
         ({"llama__attention__head_count_kv": [2, 1]}, "under 'llama.attention.head_count_kv', got \\[2, 1\\]"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "a positive number under .*epsilon', got nan"),
         ({"general__architecture": "mamba"}, "the architecture 'mamba' of this GGUF file is not supported"),
-        ({"tokenizer__ggml__model": "bert"}, "bert"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, monkeypatch):
@@ -201,10 +202,8 @@ def test_a_random_byte_changed_gives_a_named_error_or_a_model(tmp_path):
     rng = np.random.default_rng(11)
     for at in rng.integers(0, header, 150):
         file.write_bytes(whole[:at] + bytes([rng.integers(256)]) + whole[at + 1 :])
-        try:
+        with contextlib.suppress(KvjaxError):
             read(file)
-        except KvjaxError:
-            continue
 
 
 def test_a_directory_with_a_gguf_file_says_to_give_the_file(tmp_path):

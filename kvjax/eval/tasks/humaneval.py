@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import packaged, symbols
-from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.local import lines
 from kvjax.eval.tasks.texts import context_ids, largest, prompt_ids
 from kvjax.models.model import Model
@@ -66,7 +65,7 @@ def _shots(tokenizer: Tokenizer, others: Sequence[dict], row: dict, length: int)
 
     n = largest(cost, length, 0, len(others))
     if n is None:
-        raise KvjaxError(f"problem {row['task_id']} takes {cost(0)} tokens, and the length is {length}; raise it")
+        raise TooShort(f"problem {row['task_id']} takes {cost(0)} tokens, and the length is {length}; raise it")
     return n
 
 
