@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,11 @@ from kvjax.core.program import use_compilation_cache
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
+    from kvjax.cache.contract import KVMethod
     from kvjax.methods.catalogue import Recipe
+    from kvjax.models.model import Model
+    from kvjax.run.generate import Result
+    from kvjax.run.prompts import Prompts
 
 
 MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
@@ -22,13 +28,21 @@ MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
-    args = _parser().parse_args(argv)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the locale
+    # Arguments are UTF-8 too; a byte that is not stays what Python makes of it, and the tokenizer names it.
+    given = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]] if argv is None else argv
+    args = _parser().parse_args(given)
     use_compilation_cache()
     try:
         args.run(args)
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nkvjax: stopped", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -66,13 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
     generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
     generate.add_argument("--max-new-tokens", type=int, default=64)
+    generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     generate.add_argument("--top-k", type=int)
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
-    generate.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     generate.set_defaults(run=_generate)
 
     models = commands.add_parser("models", help="the models that go by a name, and where each comes from")
@@ -183,20 +198,39 @@ def _generate(args: argparse.Namespace) -> None:
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
         prompts = kvjax.chat_ids(model, [_conversation(p, args.system) for p in prompts])
-    options = {k: getattr(args, k) for k in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")}
-    out = kvjax.generate(model, prompts, method, **options)
+    names = ("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
+    options = {name: getattr(args, name) for name in names}
     if args.json:
+        out = kvjax.generate(model, prompts, method, **options)
         result = dataclasses.asdict(out) | {"method": args.method, "tokens_per_second": out.tokens_per_second}
         print(json.dumps(result, indent=2))
         return
-    for text, reason in zip(out.text or out.tokens, out.finish_reasons, strict=True):
-        print(f"{text}\n[{reason}]")
+    out = _show(model, prompts, method, options)
     sizes = ", ".join(f"{n:,} bytes in {kind}" for kind, n in out.bytes.items())
     print(
         f"{args.method}: {sizes}; prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s, "
         f"compilation {out.compile_seconds:.1f} s",
         file=sys.stderr,
     )
+
+
+def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:
+    """Prints each text and how it ended: of one prompt as it comes, of several when all are done."""
+    from rich.console import Console
+
+    from kvjax.run.generate import start
+
+    with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
+        run = start(model, prompts, method, **options)
+    if len(run.carry.out) == 1 and model.tokenizer is not None:
+        for piece in run.pieces(options["max_new_tokens"]):
+            print(piece, end="", flush=True)
+        print(f"\n[{run.result().finish_reasons[0]}]")
+        return run.result()
+    out = run.finish(options["max_new_tokens"])
+    for text, reason in zip(out.text or out.tokens, out.finish_reasons, strict=True):
+        print(f"{text}\n[{reason}]")
+    return out
 
 
 def _read(name: str) -> str:

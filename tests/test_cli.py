@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -53,3 +56,32 @@ def test_wrong_input_ends_with_one_line_and_status_2(args, says, capsys):
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("kvjax: ") and says in shown.err
     assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_generate_streams_what_json_holds_and_ends_at_a_stop_string(capsys):
+    args = ["generate", "--prompt", "def main():\n    import ", "--max-new-tokens", "12"]
+    assert cli.main([*args, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"][0]
+    assert cli.main(args) == 0
+    assert capsys.readouterr().out.startswith(text + "\n[")
+    stop = text[3:5]
+    assert cli.main([*args, "--stop", stop]) == 0
+    assert capsys.readouterr().out == text.split(stop)[0] + "\n[stop]\n"
+
+
+def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvjax.run.generate.start", interrupted)
+    assert cli.main(["generate", "--prompt", "a"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "kvjax: stopped"
+
+
+def test_an_ascii_terminal_and_an_argument_that_is_no_utf_8():
+    command = [sys.executable, "-m", "kvjax.cli", "generate", "--max-new-tokens", "2", "--prompt"]
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([*command, "naïve → 日本".encode()], env=ascii_only, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run([*command, b"caf\xe9"], env=ascii_only, capture_output=True)
+    assert done.returncode == 2 and b"valid UTF-8" in done.stderr and b"Traceback" not in done.stderr

@@ -22,8 +22,9 @@ from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.local import encode
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model, load
+from kvjax.run.chat import chat_texts
 from kvjax.run.context import read
-from kvjax.run.generate import stream
+from kvjax.run.generate import generate
 from kvjax.run.prompts import round_up
 
 try:
@@ -35,7 +36,6 @@ except ImportError as e:
 
 MOST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing, first wins
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-LOOK = 8  # tokens between two looks for stop strings
 
 
 @register_model("kvjax")
@@ -102,6 +102,22 @@ class KvjaxLM(TemplateLM):
         if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
             return plain
         return encode(self.model, string).ids.tolist()
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The model's template, which lm_eval notes with its results; it has one, so that no other can be named."""
+        if isinstance(chat_template, str):
+            raise KvjaxError(f"the model has one chat template, none is called {chat_template!r}; leave the name out")
+        return "" if self.model.chat_template is None else self.model.chat_template.source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's chat template writes it.
+
+        Without add_generation_prompt the last message is the beginning of the answer, with which the model goes on.
+        """
+        if add_generation_prompt:
+            return chat_texts(self.model, chat_history)[0]
+        *asked, begun = chat_history
+        return chat_texts(self.model, asked)[0] + begun["content"]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Natural log of whole texts in windows of max_length, cut as by lm_eval; what is not scored is the prompt."""
@@ -177,19 +193,8 @@ class KvjaxLM(TemplateLM):
         return [s for s in ([until] if isinstance(until, str) else until) if s], most, sampling
 
     def _generate(self, prompts: list[list[int]], until: list[str], most: int, sampling: dict) -> list[str]:
-        ends, decode = self.model.config.eos_ids, self.model.text_tokenizer().decode
-        rows: list[list[int]] = [[] for _ in prompts]
-
-        def done(row: list[int]) -> bool:
-            return row[-1] in ends or any(s in decode(row) for s in until)
-
-        for i, column in enumerate(stream(self.model, prompts, self.method, max_new_tokens=most, **sampling)):
-            for row, token in zip(rows, column, strict=True):
-                row.extend([] if token is None else [token])
-            if i % LOOK == LOOK - 1 and all(map(done, rows)):
-                break
-        texts = [decode(row[:-1] if row[-1] in ends else row) for row in rows]
-        return [text[: min((text.find(s) for s in until if s in text), default=len(text))] for text in texts]
+        out = generate(self.model, prompts, self.method, max_new_tokens=most, stop=until, **sampling)
+        return out.text
 
     def _shortened(self, prompt: list[int], follows: int) -> list[int]:
         """The prompt's end, so that `follows` more tokens fit into max_length; raises if not even one does."""

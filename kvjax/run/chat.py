@@ -39,12 +39,16 @@ def chat_ids(model: Model, messages: Messages) -> list[list[int]]:
     a special token that is spelled out in a message is read as that token, as in transformers. Raises KvjaxError for
     messages without a known role or a text, and for a model without tokenizer or chat template.
     """
-    conversations = _conversations(messages)
-    tokenizer, template = model.text_tokenizer(), _template(model)
+    tokenizer = model.text_tokenizer()
+    return [tokenizer.encode(text, special_tokens=False) for text in chat_texts(model, messages)]
+
+
+def chat_texts(model: Model, messages: Messages) -> list[str]:
+    """The text of which `chat_ids` gives the ids, for each conversation."""
+    conversations, template = _conversations(messages), _template(model)
     for row, conversation in enumerate(conversations):
         _check(row, conversation, template)
-    texts = template.render([[dict(message) for message in conversation] for conversation in conversations])
-    return [tokenizer.encode(text, special_tokens=False) for text in texts]
+    return template.render([[dict(message) for message in conversation] for conversation in conversations])
 
 
 def _template(model: Model) -> ChatTemplate:

@@ -23,6 +23,7 @@ from kvjax.run.plan import bind
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.sampling import sampler
+from kvjax.run.stops import Stop
 
 ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
 
@@ -77,6 +78,7 @@ class Context:
         min_p: float | None = None,
         seed: int = 0,
         eos_ids: tuple[int, ...] | None = None,
+        stop: Stop = (),
         use_up: bool = False,
     ) -> Decoding:
         """Decoding behind each row, under way: to be advanced in slices, looked into, and timed.
@@ -86,14 +88,12 @@ class Context:
         self._check_known()
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
-        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
+        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop}
         return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
 
     def generate(self, *, max_new_tokens: int = 64, **options) -> Result:
         """What comes next in each row; options as in `start`."""
-        run = self.start(max_new_tokens=max_new_tokens, **options)
-        run.advance(max_new_tokens)
-        return run.result()
+        return self.start(max_new_tokens=max_new_tokens, **options).finish(max_new_tokens)
 
     def stream(self, *, max_new_tokens: int = 64, **options) -> Iterator[list[int | None]]:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""

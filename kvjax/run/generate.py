@@ -15,7 +15,7 @@ from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import calls
+from kvjax.run import calls, stops
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, Carry
@@ -23,6 +23,7 @@ from kvjax.run.plan import bind, checked
 from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.sampling import Sampler, row_keys, sampler
+from kvjax.run.stops import Stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Result:
 
     tokens: list[list[int]]
     text: list[str] | None  # None for a model without a tokenizer
-    finish_reasons: list[str]  # "stop": an end-of-sequence id; "length": max_new_tokens
+    finish_reasons: list[str]  # "stop": an end-of-sequence id or a stop string; "length": max_new_tokens
     bytes: dict[str, int]  # of the KV state, by memory kind
     prefill_seconds: float
     decode_seconds: float
@@ -54,14 +55,27 @@ class Decoding:
     sampler: Sampler
     clock: Clock
     prefill_seconds: float
+    stop: tuple[str, ...] = ()  # strings at which the text of a row ends
     decode_seconds: float = 0.0
 
-    def advance(self, limit: int, loop: str = "while") -> None:
-        """Runs the loop up to `limit` tokens per row; "scan" runs to the end, whatever the tokens."""
-        if loop == "while":
-            self.run(UNTIL, limit=jnp.int32(limit))
-        else:
-            self.run(FIXED)
+    def finish(self, limit: int) -> Result:
+        """Runs the loop until all rows have ended or have `limit` tokens, and looks for stop strings on the way."""
+        if not self.stop:
+            self.advance(limit)
+            return self.result()
+        self._end_rows()
+        while int(self.carry.i) < limit and not np.asarray(self.carry.done).all():
+            self.advance(min(limit, int(self.carry.i) + stops.LOOK))
+            self._end_rows()
+        return self.result()
+
+    def advance(self, limit: int) -> None:
+        """Runs the loop up to `limit` tokens per row."""
+        self.run(UNTIL, limit=jnp.int32(limit))
+
+    def advance_to_the_end(self) -> None:
+        """Runs the loop for as many tokens as there is room for, whatever they are."""
+        self.run(FIXED)
 
     def run(self, program: Program, **extra: Array) -> None:
         """Runs a program that turns the carry into the next one."""
@@ -90,11 +104,12 @@ class Decoding:
 
     def result(self) -> Result:
         """What has been generated."""
-        tokens = [row[row >= 0].tolist() for row in np.asarray(self.carry.out)]
-        tokenizer = self.model.tokenizer
+        tokenizer, tokens = self.model.tokenizer, self._rows()
+        if self.stop:
+            tokens = [stops.shortest(tokenizer, row, self.stop) for row in tokens]
         return Result(
             tokens,
-            None if tokenizer is None else [tokenizer.decode(t) for t in tokens],
+            None if tokenizer is None else [stops.before(self._text(row), self.stop) for row in tokens],
             ["stop" if done else "length" for done in np.asarray(self.carry.done)],
             state_bytes(self.carry.cache),
             self.prefill_seconds,
@@ -112,7 +127,33 @@ class Decoding:
             column = np.asarray(self.carry.out[:, i])
             if (column < 0).all():
                 return
+            self._end_rows()
             yield [int(t) if t >= 0 else None for t in column]
+
+    def pieces(self, count: int) -> Iterator[str]:
+        """The text of one row as it is made, piece by piece; together they are its text in `result`."""
+        shown = ""
+        for _ in self.columns(count):
+            text = stops.settled(self._text(self._rows()[0]), self.stop)
+            if len(text) > len(shown):
+                yield text[len(shown) :]
+                shown = text
+        yield self.result().text[0][len(shown) :]
+
+    def _rows(self) -> list[list[int]]:
+        """The tokens of each row."""
+        return [row[row >= 0].tolist() for row in np.asarray(self.carry.out)]
+
+    def _text(self, row: list[int]) -> str:
+        """The text of a row's tokens, without the id that ended it."""
+        ended = bool(row) and row[-1] in np.asarray(self.carry.eos)
+        return self.model.text_tokenizer().decode(row[:-1] if ended else row)
+
+    def _end_rows(self) -> None:
+        """Ends the rows whose text has a stop string."""
+        if self.stop:
+            found = np.array([any(s in text for s in self.stop) for text in map(self._text, self._rows())])
+            self.carry = dataclasses.replace(self.carry, done=self.carry.done | found)
 
 
 def joined(results: Sequence[Result]) -> Result:
@@ -139,6 +180,7 @@ def decoding(
     max_new_tokens: int,
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
+    stop: Stop = (),
     keep: bool = False,
     clock: Clock | None = None,
 ) -> Decoding:
@@ -148,7 +190,7 @@ def decoding(
     """
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    clock = clock or Clock()
+    clock, stop = clock or Clock(), stops.strings(model, stop)
     prefill_seconds = clock.running
     eos = np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)
     carry = clock.call(
@@ -160,28 +202,31 @@ def decoding(
         sampler=sampler,
         length=max_new_tokens,
     )
-    begun = Decoding(model, carry, sampler, clock, prefill_seconds)
+    begun = Decoding(model, carry, sampler, clock, prefill_seconds, stop)
     if guesses(cache.plan) and max_new_tokens > 1:
         begun.run(LOOK_AHEAD)
         begun.prefill_seconds, begun.decode_seconds = prefill_seconds + begun.decode_seconds, 0.0
     return begun
 
 
-def _start(
+def start(
     model: Model,
     prompts: Prompts,
-    method: str | KVMethod | None,
-    sampler: Sampler,
+    method: str | KVMethod | None = None,
     *,
-    max_new_tokens: int,
-    seed: int,
-    eos_ids: tuple[int, ...] | None,
-    capacity: int | None,
-    cache: Cache | None,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    eos_ids: tuple[int, ...] | None = None,
+    stop: Stop = (),
+    capacity: int | None = None,
+    cache: Cache | None = None,
+    **sampling: Any,
 ) -> Decoding:
+    """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    ids, clock = token_ids(model, prompts), Clock()
+    how = sampler(**sampling)
+    ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
     if cache is None:
         plan = bind(method, model.config)
         last, cache = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
@@ -193,7 +238,8 @@ def _start(
         setting = Setting(model.config, model.mesh)
         out, cache = clock.call(calls.EXTEND, params=model.params, **args, cache=cache, setting=setting)
         last = calls.at_row_ends(out, ids)
-    return decoding(model, last, cache, sampler, max_new_tokens=max_new_tokens, seed=seed, eos_ids=eos_ids, clock=clock)
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop}
+    return decoding(model, last, cache, how, **more, clock=clock)
 
 
 def generate(
@@ -208,6 +254,7 @@ def generate(
     min_p: float | None = None,
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
+    stop: Stop = (),
     capacity: int | None = None,
     cache: Cache | None = None,
     state: Cache | None = None,
@@ -215,17 +262,24 @@ def generate(
 ) -> Result:
     """Continues each prompt (texts or lists of ids) under a method, or its string.
 
-    A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours. eos_ids: default the
-    checkpoint's. capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or `extend`; it
-    stays usable and knows its method), the prompts being what comes next. state: the older name of cache. loop: "while"
-    stops when all rows have ended, "scan" runs max_new_tokens whatever the tokens.
+    A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours.
+    temperature, top_k, top_p, min_p, seed: how tokens are drawn, greedily by default. eos_ids: default the
+    checkpoint's. stop: strings before which a row's text ends; its tokens end with the one that completes the string.
+    capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
+    `extend`; it stays usable and knows its method), the prompts being what comes next. state: the older name of cache.
+    loop: "while" stops when all rows have ended, "scan" runs max_new_tokens whatever the tokens.
     """
     if loop not in ("while", "scan"):
         raise KvjaxError(f"loop must be 'while' or 'scan', got {loop!r}")
-    s = sampler(temperature, top_k, top_p, min_p)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity}
-    run = _start(model, prompts, method, s, **more, cache=state if cache is None else cache)
-    run.advance(max_new_tokens, loop)
+    if loop == "scan" and stop:
+        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop}
+    given = state if cache is None else cache
+    run = start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends)
+    if loop == "while":
+        return run.finish(max_new_tokens)
+    run.advance_to_the_end()
     return run.result()
 
 
@@ -235,21 +289,23 @@ def stream(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] | None = None,
-    capacity: int | None = None,
-    cache: Cache | None = None,
-    state: Cache | None = None,
+    **options: Any,
 ) -> Iterator[list[int | None]]:
-    """Each step's tokens as they are made, one per row, None for rows that have ended; arguments as in `generate`.
+    """Each step's tokens as they are made, one per row, None for rows that have ended; options as in `generate`.
 
     It runs the very program that `generate` runs, one column at a time.
     """
-    s = sampler(temperature, top_k, top_p, min_p)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "capacity": capacity}
-    run = _start(model, prompts, method, s, **more, cache=state if cache is None else cache)
-    return run.columns(max_new_tokens)
+    return start(model, prompts, method, max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
+
+
+def stream_text(
+    model: Model,
+    prompt: str | Sequence[int],
+    method: str | KVMethod | None = None,
+    *,
+    max_new_tokens: int = 64,
+    **options: Any,
+) -> Iterator[str]:
+    """The text that continues one prompt, piece by piece as it is made; options as in `generate`."""
+    model.text_tokenizer()  # a model without one is told before it reads
+    return start(model, [prompt], method, max_new_tokens=max_new_tokens, **options).pieces(max_new_tokens)

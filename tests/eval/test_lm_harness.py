@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.methods.strings import parse
+from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -134,6 +135,20 @@ def test_sampling_and_ends():
     assert lm._kwargs({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
     with pytest.raises(KvjaxError, match="'num_beams' is not supported; supported: until"):
         lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
+
+
+def test_chat_templates_as_lm_eval_asks_for_them():
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    lm = KvjaxLM(dataclasses.replace(TOY, chat_template=template))
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    assert lm.apply_chat_template(asked) == "[user]2 + 2?[assistant]"
+    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    assert lm.apply_chat_template(begun, add_generation_prompt=False) == "[user]2 + 2?[assistant]It is"
+    assert lm.chat_template(True) == template.source
+    with pytest.raises(KvjaxError, match="none is called 'tool_use'"):
+        lm.chat_template("tool_use")
+    with pytest.raises(KvjaxError, match="no chat template"):
+        KvjaxLM(TOY).apply_chat_template(asked)
 
 
 def test_arguments():
