@@ -65,9 +65,12 @@ def _config(wanted: Config, found: Config) -> list[str]:
 
 
 def _files(source: Source, dst: Path) -> list[str]:
+    def is_copied(name: str, content: bytes) -> bool:
+        file = dst / name
+        return file.is_file() and file.read_bytes() == content
+
     wanted = source.tokenizer_files()
-    found = {name: (dst / name).read_bytes() if (dst / name).is_file() else b"" for name in wanted}
-    return [f"{name}: not the source's" for name in wanted if found[name] != wanted[name]]
+    return [f"{name}: not the source's" for name, content in wanted.items() if not is_copied(name, content)]
 
 
 def _tensors(
@@ -101,12 +104,11 @@ def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) 
     import torch
     from transformers import AutoModelForCausalLM
 
-    path = Path(src)
-    place = {"gguf_file": path.name} if path.is_file() else {}
-    directory = path.parent if path.is_file() else path
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", **place
-    ).eval()
+    directory, options = Path(src), {"dtype": torch.float32, "attn_implementation": "eager"}
+    if directory.is_file():
+        options["gguf_file"] = directory.name
+        directory = directory.parent
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(getattr(torch, dtype)))

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def label(settings: str) -> str:
     return " + ".join(part.name for part in parts_given(settings.split(";")[0].strip()))
 
 
-def families(result: Result, task: str) -> str:
+def family_table(result: Result, task: str) -> str:
     """One task: for each family and share the best method, and the median of the family."""
     lines = [f"| {TITLES[task]} | {' | '.join(result.shares)} |", "|---" * (len(result.shares) + 1) + "|"]
     for family in result.families:
@@ -177,24 +177,37 @@ def _panel(result: Result, family: str, task: str, ax: Any) -> None:
     reference, _ = result.score(FULL, task)
     ax.axhline(reference, color="black", linewidth=0.8)
     for other in result.families:
-        for i, (name, x, y, error) in enumerate(_curves(result, other, task)):
+        for i, curve in enumerate(_curves(result, other, task)):
             if other != family:
-                ax.plot(x, y, color="0.85", linewidth=0.8, zorder=0)
+                ax.plot(curve.shares, curve.scores, color="0.85", linewidth=0.8, zorder=0)
                 continue
             style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "markersize": 5, "linewidth": 1.2}
-            ax.errorbar(x, y, error, label=name, elinewidth=0.7, alpha=0.9, **style)
+            ax.errorbar(curve.shares, curve.scores, curve.errors, label=curve.name, elinewidth=0.7, alpha=0.9, **style)
 
 
-def _curves(result: Result, family: str, task: str) -> list[tuple[str, list[float], list[float], list[float]]]:
-    """(name, shares that are really taken, scores, errors) of each method; a setting at several shares once."""
+class Curve(NamedTuple):
+    """One method at several sizes, from the smallest."""
+
+    name: str
+    shares: tuple[float, ...]  # of the full cache's bytes, as really taken
+    scores: tuple[float, ...]
+    errors: tuple[float, ...]
+
+
+def _curves(result: Result, family: str, task: str) -> list[Curve]:
+    """The methods of a family that were measured; a setting that fits several shares is one point."""
     settings = dict.fromkeys(p["settings"] for p in result.points(family))
     curves = []
     for asked in settings:
-        own = {p["method"]: p["device_bytes"] for p in result.points(family) if p["settings"] == asked}
-        found = [(size / result.document["full_bytes"], *result.score(m, task)) for m, size in own.items()]
-        found = sorted(f for f in found if f[1] is not None)
-        if found:
-            curves.append((label(asked), *(list(column) for column in zip(*found, strict=True))))
+        sizes = {p["method"]: p["device_bytes"] for p in result.points(family) if p["settings"] == asked}
+        measured = []
+        for method, size in sizes.items():
+            score, error = result.score(method, task)
+            if score is not None:
+                measured.append((size / result.document["full_bytes"], score, error))
+        if measured:
+            shares, scores, errors = zip(*sorted(measured), strict=True)
+            curves.append(Curve(label(asked), shares, scores, errors))
     return curves
 
 
@@ -203,7 +216,7 @@ def page(result: Result, plot: str) -> str:
     document = result.document
     contexts = {task: len(result.contexts(FULL, task)) for task in document["tasks"]}
     counts = ", ".join(f"{n} of {TITLES[task]}" for task, n in contexts.items())
-    by_task = "\n\n".join(families(result, task) for task in document["tasks"])
+    by_task = "\n\n".join(family_table(result, task) for task in document["tasks"])
     by_share = "\n\n".join(f"### {share}\n\n{share_table(result, share)}" for share in result.shares)
     machine = document["machine"]
     return f"""# Methods at equal bytes

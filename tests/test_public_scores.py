@@ -43,11 +43,8 @@ CASES = {
     "observed": (Accumulated("visible"), 0, 0),
     "knorm": (KeyNorm(), 0, 0),
     "keydiff": (KeyDiff(), 0, 0),
-    "lagkv": (
-        LagKV(lag=8),
-        4,
-        14,
-    ),  # five partitions of 8 tokens behind 4 sinks, and 6 tokens: the last has no next one
+    # Behind 4 sinks come five partitions of 8 tokens, the last of which has no next one, and 6 tokens.
+    "lagkv": (LagKV(lag=8), 4, 14),
     "lagkv_cross": (LagKV(lag=8, cross=True), 4, 14),
     "cur": (Cur(), 4, 0),
     "cur_mean": (Cur(window=10, leverage="mean"), 4, 0),

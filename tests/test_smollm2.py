@@ -9,8 +9,6 @@ import kvjax
 from checkpoints_convert import packaged
 from tests.fixtures import ROOT
 
-EVERY = 97  # tokens of the vocabulary: one logit of so many is stored (make_smollm2.py)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -26,7 +24,7 @@ def test_its_logits_are_those_of_transformers(model):
         prompts = [expected[f"prompt_{i}"] for i in range(3)]
         found = np.asarray(kvjax.logits(model, prompts))
         for i, prompt in enumerate(prompts):
-            theirs, ours = expected[f"logits_{i}"], found[i, len(prompt) - 1, ::EVERY]
+            theirs, ours = expected[f"logits_{i}"], found[i, len(prompt) - 1, :: expected["every"]]
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
