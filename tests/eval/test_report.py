@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.page import report
+from kvjax.eval.page import paired, report
 from tests.eval import fake_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -105,7 +105,31 @@ def test_readable_on_a_phone_and_in_the_dark(text, page):
 def test_headline_is_computed(text):
     flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
     assert "5 methods on 3 tasks, with contexts of 512 to 1,024 tokens: 60 contexts and 100 questions" in flat
-    assert "offload, 20 KiB a context (1.0% of full)" in flat
+    assert "No task has 16 contexts at this length" in flat and "Fewest bytes" not in flat
+
+
+def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
+    run = {"methods": METHODS, "tasks": ["niah", "ppl"], "lengths": [1024], "cases": 24}
+    text = report.write(fake_run.write(tmp_path, **run)).read_text(encoding="utf-8")
+    flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+    assert "shown to lose at most 5 points or 0.05 bits per byte against full at 1,024 tokens" in flat
+    assert "offload, 20 KiB a context (1.0% of full): niah, ppl" in flat
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "cases", "keeps_up"),
+    [
+        (-0.25, 0.25, 4, False),  # one of four contexts lost: nobody can say
+        (0.0, 0.0, 15, False),
+        (0.0, 0.0, 16, True),
+        (-0.01, 0.02, 64, True),
+        (-0.02, 0.02, 64, False),
+        (0.1, 0.08, 64, False),  # better by chance, and too uncertain
+        (0.0, None, 64, False),
+    ],
+)
+def test_who_keeps_up(mean, error, cases, keeps_up):
+    assert paired.keeps_up(paired.Difference(mean, error, 0.5 + mean, 0.5, cases)) == keeps_up
 
 
 def test_numbers_of_the_table(page):

@@ -22,6 +22,8 @@ from kvjax.methods.strings import Part, parse, parts_of
 SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
 NEAR = 0.02  # a loss below this, in score or in bits per byte, counts as near
 ERRORS = 2  # standard errors that a difference has to exceed
+LOSS = 0.05  # in score or in bits per byte: the most that a method may lose to be named beside the exact one
+ENOUGH = 16  # contexts; of fewer, a method that fails one in ten shows no failure in more than one run of six
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,11 @@ def near(d: Difference) -> str:
     if -d.mean + ERRORS * d.error <= NEAR:
         return SHOWN
     return NOT_SHOWN if -d.mean - ERRORS * d.error > NEAR else WITHIN
+
+
+def keeps_up(d: Difference) -> bool:
+    """Whether enough contexts show that left loses at most LOSS against right."""
+    return d.cases >= ENOUGH and d.error is not None and -d.mean + ERRORS * d.error <= LOSS
 
 
 def number(x: float, measure: str) -> str:

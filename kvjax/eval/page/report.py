@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.page import orders, plots, summary
+from kvjax.eval.page import orders, paired, plots, summary
 from kvjax.eval.page.orders import Finding
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
@@ -75,7 +75,14 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         ],
         scale=plots.SCALE,
         findings=_by_claim(orders.check(rows, records)),
-        limits={"errors": orders.ERRORS, "near": f"{100 * orders.NEAR:.0f}", "near_bits": orders.NEAR},
+        limits={
+            "errors": orders.ERRORS,
+            "near": f"{100 * orders.NEAR:.0f}",
+            "near_bits": orders.NEAR,
+            "loss": f"{100 * paired.LOSS:.0f}",
+            "loss_bits": paired.LOSS,
+            "enough": paired.ENOUGH,
+        },
         environment=list(_environment(run)),
         columns=COSTS,
     )
@@ -90,7 +97,8 @@ def _in_order(records: Sequence[Record], methods: Sequence[str]) -> list[Record]
 def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
     """In plain words what was run, and which methods answer as the exact one in the fewest bytes.
 
-    Keys: what; length, the main one; fewest: pairs (bytes of what, by method the tasks in which it takes the fewest).
+    Keys: what; length, the main one; exact, the exact method's name or None; fewest: pairs (bytes of what, by method
+    the tasks in which it takes the fewest), empty where no task has enough contexts to tell.
     """
     answered = [r for r in rows if r["task"] != summary.SPEED]
     methods, tasks = (summary.ordered(answered, f) for f in ("method", "task"))
@@ -107,11 +115,12 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     exact = orders.Run(r for r in records if summary.length_of(r) in (main, None))
     sizes = (("on the device", ("device_kib",)), ("on device and host together", ("device_kib", "host_kib")))
     chosen = summary.at_length(rows, main)
-    return {"what": what, "length": main, "fewest": [(where, _fewest(chosen, exact, f)) for where, f in sizes]}
+    fewest = [(where, found) for where, fields in sizes if (found := _fewest(chosen, exact, fields))]
+    return {"what": what, "length": main, "exact": exact.full, "fewest": fewest}
 
 
 def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """By method the tasks in which it takes the fewest bytes of all within one standard error of the exact one."""
+    """By method the tasks in which it takes the fewest bytes of all that keep up with the exact one."""
 
     def size(r: Row) -> float:
         return sum(r[f] or 0 for f in fields)
@@ -119,8 +128,9 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
     found: dict[str, list[str]] = {}
     for task in summary.ordered(rows, "task") if run.full else ():
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_kib"] is not None}
-        good = [m for m in own if m == run.full or _near(run, m, task)]
-        if good:
+        against = {m: _difference(run, m, task) for m in own}
+        if any(d and d.cases >= paired.ENOUGH for d in against.values()):
+            good = [m for m, d in against.items() if m == run.full or (d and paired.keeps_up(d))]
             found.setdefault(min(good, key=own.get), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*found, run.full)}
 
@@ -130,13 +140,12 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
     return [{"method": m, "tasks": tasks, "kib": mean[m], "share": share(m)} for m, tasks in found.items()]
 
 
-def _near(run: orders.Run, method: str, task: str) -> bool:
-    """Whether a method loses at most one standard error against the exact one."""
-    if method not in run.cases:
-        return False
+def _difference(run: orders.Run, method: str, task: str) -> paired.Difference | None:
+    """A method beside the exact one, in the first measure that a task has; None for the exact one itself."""
+    if method not in run.cases or method == run.full:
+        return None
     found = (run.difference(method, run.full, value, task) for _, value in orders.MEASURES)
-    d = next((d for d in found if d), None)
-    return d is not None and -d.mean <= (d.error or 0) + 1e-9
+    return next((d for d in found if d), None)
 
 
 def _count(n: int, what: str) -> str:
