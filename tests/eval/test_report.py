@@ -105,7 +105,7 @@ def test_readable_on_a_phone_and_in_the_dark(text, page):
 def test_headline_is_computed(text):
     flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
     assert "5 methods on 3 tasks, with contexts of 512 to 1,024 tokens: 60 contexts and 100 questions" in flat
-    assert "No task has 16 contexts at this length" in flat and "Fewest bytes" not in flat
+    assert "No task has 16 contexts of 1,024 tokens, and fewer cannot show" in flat and "Fewest bytes" not in flat
 
 
 def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
