@@ -93,7 +93,7 @@ class Text:
         replies, size = harness.shared(self.model, method, self.needles, new)
         bits, likeliest, _ = harness.following(self.model, method, self.texts)
         per_byte = sum(float(b.sum()) for b in bits) / sum(case.bytes for case in self.texts)
-        share = {kind: n // len(self.needles) for kind, n in size.items()}
+        share = {kind: n // len(self.needles) for kind, n in size.held.items()}
         return Quality(_right(self.needles, replies), per_byte, np.concatenate(likeliest), share)
 
 

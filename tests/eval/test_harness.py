@@ -74,7 +74,7 @@ def test_a_question_is_asked_of_the_contexts_state(name):
     for i, said in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
         assert said == texts(kvjax.generate(MODEL, prompts, method, max_new_tokens=4, state=state).tokens)
-    assert size["device"] > 0 and (size["pinned_host"] > 0) == method.traits.host
+    assert size.held["device"] > 0 and (size.held["pinned_host"] > 0) == method.traits.host
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -156,6 +156,16 @@ def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
         batches(cases, 0)
 
 
+def test_room_for_what_follows_is_counted_apart():
+    contexts = [draw(64), draw(64)]
+    for name, share in (("full", 1), ("snapkv:budget=16,window=4", 1 / 4)):
+        roomy = harness.size(kvjax.read(MODEL, contexts, name, room=192))
+        tight = harness.size(kvjax.read(MODEL, contexts, name, room=64))
+        assert roomy.held == tight.held and roomy.room["device"] == 3 * tight.room["device"] > 0
+        rows = 2 * MODEL.config.layers * MODEL.config.kv_heads * 64 * share * 2 * MODEL.config.head_dim * 4
+        assert rows <= roomy.held["device"] <= 1.1 * rows  # keys, values, and their positions
+
+
 def test_what_is_recorded():
     store = Memory()
     right, _ = harness.shared(MODEL, kvjax.parse("full"), CASES, 4)
@@ -178,8 +188,10 @@ def test_what_is_recorded():
         "asks": [{"turn": 0, "depth": 0.5}, {"turn": 1}],
         "predictions": [row[0] for row in right],
         "bytes": first["bytes"],
+        "room": first["room"],
     }
-    assert abs(first["bytes"]["device"] - size["device"]) <= 16 and first["bytes"]["pinned_host"] == 0
+    whole = first["bytes"]["device"] + first["room"]["device"]
+    assert abs(whole - size["device"]) <= 16 and first["bytes"]["pinned_host"] == 0
     assert store.find("full", "talk", "a")["turns"] and store.find("full", "talk", "a")["tokens"] == 40
     text = store.find("full", "ppl", "ppl/2")
     assert text["scores"] == [] and len(text["likeliest"]) == 12 and text["bits"] > 0 and "predictions" not in text
@@ -196,7 +208,9 @@ def ran(monkeypatch):
         if found.bad in [c.key for c in rows]:
             raise RuntimeError("RESOURCE_EXHAUSTED: 9 GB\nand a long trace")
         found.append([c.key for c in rows])
-        return [[c.key for c in rows] for _ in rows[0].asks], {"device": 10, "pinned_host": 0}
+        return [[c.key for c in rows] for _ in rows[0].asks], harness.Size(
+            {"device": 10, "pinned_host": 0}, {"device": 2, "pinned_host": 0}
+        )
 
     found = Ran()
     monkeypatch.setattr(harness, "shared", stand_in)

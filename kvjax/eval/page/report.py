@@ -15,8 +15,8 @@ from kvjax.eval.run import store
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, words, digits
-    ("device_kib", "device", "KiB on the device per context", 0),
-    ("host_kib", "host", "KiB in host memory per context", 0),
+    ("device_kib", "device", "KiB on the device per context, of the tokens held", 0),
+    ("host_kib", "host", "KiB in host memory per context, of the tokens held", 0),
     ("prefill_seconds", "prefill", "seconds for the prompts of a batch", 2),
     ("tokens_per_second", "tokens/s", "decoded tokens per second, all rows of a batch together", 0),
 )

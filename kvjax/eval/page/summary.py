@@ -20,7 +20,7 @@ SPEED = "speed"  # the task whose records hold times and no answers
 FIELDS = (
     *("method", "task", "length", "metric", "turns", "contexts", "questions", "score", "score_error"),
     *("first", "first_error", "later", "later_error", "bits", "bits_error", "agreement", "agreement_error"),
-    *("device_kib", "host_kib", "prefill_seconds", "tokens_per_second"),
+    *("device_kib", "host_kib", "room_kib", "prefill_seconds", "tokens_per_second"),
 )
 
 
@@ -29,7 +29,8 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
     score, first, later: 0 to 1, means over the cases of each case's mean. *_error: standard errors over cases. first,
     later: the first question of each context and the others, where there are several. agreement: share of equal
-    `likeliest` tokens with the method "full". *_kib: per context. What was not measured is None.
+    `likeliest` tokens with the method "full". *_kib: per context, of the tokens that are held; room_kib: of both
+    memories, for the tokens that follow. What was not measured is None.
     """
     kept = latest(records)
     speeds = _group((r for r in kept if r["task"] == SPEED), lambda r: (r["method"], length_of(r)))
@@ -111,6 +112,8 @@ def _row(key: tuple, cases: Sequence[Record], best: Mapping, speeds: Sequence[Re
     for name, kind in (("device_kib", "device"), ("host_kib", "pinned_host")):
         size, _ = mean_error(r.get("bytes", {}).get(kind) for r in cases)
         row[name] = None if size is None else size / 1024
+    room, _ = mean_error(sum(r["room"].values()) for r in cases if "room" in r)
+    row["room_kib"] = None if room is None else room / 1024
     for name in ("prefill_seconds", "tokens_per_second"):
         row[name], _ = mean_error(r.get(name) for r in speeds)
     return row
@@ -171,7 +174,7 @@ def _merged(key: tuple[str, str], group: Sequence[Row]) -> Row:
         errors = [r[f"{name}_error"] for r in group if r[name] is not None]
         known = errors and None not in errors
         row[f"{name}_error"] = math.sqrt(sum(e * e for e in errors)) / len(errors) if known else None
-    for name in ("device_kib", "host_kib", "prefill_seconds", "tokens_per_second"):
+    for name in ("device_kib", "host_kib", "room_kib", "prefill_seconds", "tokens_per_second"):
         row[name], _ = mean_error(r[name] for r in group)
     return row
 
@@ -214,7 +217,7 @@ def _caption(rows: Sequence[Row], single: bool, left: Sequence[str]) -> str:
     parts = ["percent right, or bits per byte (b)"] if any(r["bits"] is not None for r in rows) else ["percent right"]
     parts += [] if single else ["tasks averaged by family"]
     parts += [f"{len(left)} more in the CSV file"] if left else []
-    return "; ".join([*parts, "device, host: KiB a context"])
+    return "; ".join([*parts, "device, host: KiB a context, of the tokens held"])
 
 
 def _cell(row: Row | None, errors: bool) -> str:

@@ -204,7 +204,7 @@ def records(
         protocol = harness.conversation if rows[0].turns else harness.seen if seen else harness.shared
         replies, size = protocol(model, method, rows, batch.new)
         found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
-    share = {kind: n // batch.rows for kind, n in size.items()}
+    held, room = ({kind: n // batch.rows for kind, n in part.items()} for part in size)
     traits = {} if parts_of(name) else {"traits": dataclasses.asdict(method.traits)}  # which no string tells
     return [
         {
@@ -216,7 +216,8 @@ def records(
             "tokens": len(c.context),
             "turns": c.turns,
             **f,
-            "bytes": share,
+            "bytes": held,
+            "room": room,
             **traits,
         }
         for c, f in zip(batch.cases, found, strict=True)

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.cache.contract import KVMethod
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
+from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.run.context import Context, read
 from kvjax.run.generate import Result, generate
+from kvjax.run.planned import planned_bytes
 from kvjax.run.prompts import round_up
 from kvjax.testbed.tasks import Instance
 
 Rows = Sequence[np.ndarray]
-Replies = tuple[list[list[str]], dict[str, int]]
-"""[ask][row], the generated text up to the first stop; bytes of the contexts' cache by memory kind, of all rows."""
+
+
+class Size(NamedTuple):
+    """Bytes of a batch of contexts by memory kind: of the tokens that are held, and of the room for what follows."""
+
+    held: dict[str, int]
+    room: dict[str, int]
+
+
+Replies = tuple[list[list[str]], Size]
+"""[ask][row], the generated text up to the first stop; what the contexts take."""
 
 SPEED_TOKENS, SPEED_RUNS = 64, 3
 
@@ -64,7 +77,7 @@ def shared(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [a.prompt for a in asked]
         replies.append(_texts(model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
-    return replies, context.bytes
+    return replies, size(context)
 
 
 def seen(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
@@ -73,7 +86,7 @@ def seen(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) 
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asked, strict=True)]
         context = _read(model, method, prompts, new)
-        sizes.append(context.bytes)
+        sizes.append(size(context))
         replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
     return replies, sizes[0]
 
@@ -93,12 +106,12 @@ def conversation(model: Model, method: str | KVMethod, cases: Sequence[Case], ne
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
     context = _read(model, method, prompts, sum(map(_width, fed)) + new)
-    size, replies = context.bytes, []
+    taken, replies = size(context), []
     for i, asked in enumerate(turns):
         following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
         replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
         context = following
-    return replies, size
+    return replies, taken
 
 
 def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
@@ -109,13 +122,13 @@ def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
 
 def following(
     model: Model, method: str | KVMethod, cases: Sequence[Case]
-) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, int]]:
-    """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], bytes of the cache)."""
+) -> tuple[list[np.ndarray], list[np.ndarray], Size]:
+    """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], what the contexts take)."""
     rows = [c.follows for c in cases]
     longest = max(map(len, rows))
     context = _read(model, method, [c.context for c in cases], bucket(longest))
     logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)
-    return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
+    return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), size(context)
 
 
 def speed(
@@ -126,6 +139,26 @@ def speed(
     runs = [generate(model, ids, method, max_new_tokens=SPEED_TOKENS, eos_ids=()) for _ in range(SPEED_RUNS)]
     prefill, decode = ([getattr(r, name) for r in runs] for name in ("prefill_seconds", "tokens_per_second"))
     return statistics.median(prefill), statistics.median(decode), runs[0].bytes
+
+
+def size(context: Context) -> Size:
+    """What contexts take that have just been read, the room behind their tokens apart.
+
+    Of a method whose layers share a budget by what the prompt is like, room is that of an even division.
+    """
+    cache = context.cache
+    longest, config = int(np.max(np.asarray(cache.length))), context.model.config
+    room = _room(context.method, config, longest, cache.capacity, context.rows, context.model.dtype)
+    return Size({kind: n - room[kind] for kind, n in context.bytes.items()}, room)
+
+
+@functools.lru_cache(maxsize=1024)
+def _room(method: KVMethod, config: Config, longest: int, capacity: int, batch: int, dtype: np.dtype) -> dict[str, int]:
+    """Bytes by memory kind that a cache of this capacity takes beyond one without room."""
+    more = {"batch": batch, "dtype": dtype}
+    with_room = planned_bytes(method, config, longest, capacity=capacity, **more)
+    without = planned_bytes(method, config, longest, **more)
+    return {kind: n - without[kind] for kind, n in with_room.items()}
 
 
 def bucket(n: int) -> int:
