@@ -102,7 +102,7 @@ survey {works} are here; of the others each says why not, and what of its idea c
 The numbers are of the first method that is named, at the setting on its page, on the shipped model beside `full`:
 bytes of a context of 2,048 tokens on the device and on the host, as a share of the full cache's; questions about it
 that are answered exactly; bits per byte of held-out source code above the full cache's; how many times as fast as
-`full` it decodes eight contexts together, on two CPU cores (`experiments.method_pages --speed`; empty until measured).
+`full` it decodes eight contexts together, on two CPU cores (`experiments.method_pages --speed`).
 
 ## The survey
 
