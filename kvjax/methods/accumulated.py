@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
@@ -21,7 +22,7 @@ from kvjax.methods.trial import Trial, selected
     example="accumulated:budget=512,recent=256",
 )
 def accumulated(
-    budget: int = 1024,
+    budget: Tokens = 1024,
     recent: int = 8,
     normalise: str = "none",
     decay: float = 1.0,

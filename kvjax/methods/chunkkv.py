@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Uniform
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.scorers import Window
-from kvjax.cache.select.select import Select
-from kvjax.cache.select.units import Chunk
+from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -24,7 +23,7 @@ from kvjax.methods.trial import Trial, selected
     "of one layer's chunks by the layers above, which saves time and no memory, is left out.",
     example="chunkkv:budget=512",
 )
-def chunkkv(budget: int = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
+def chunkkv(budget: Tokens = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
     """After the prompt a layer keeps its window and the chunks that the window's queries attend to most.
 
     budget: prompt tokens kept per layer, the window included; only whole chunks are added to it, so a few places may
@@ -33,4 +32,4 @@ def chunkkv(budget: int = 1024, chunk: int = 10, window: int = 32, kernel: int =
     Other scores choose chunks alike: 'keydiff:unit=chunk10,per=layer'.
     """
     scorer = Window(window, kernel, "avg")
-    return Method(select=Select(scorer, Uniform(budget), sinks, window, Chunk(chunk), "layer"))
+    return Method(select=selecting(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))

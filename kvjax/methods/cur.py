@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
@@ -60,7 +61,7 @@ class Cur(Scorer):
     example="cur:budget=512",
 )
 def cur(
-    budget: int = 1024,
+    budget: Tokens = 1024,
     window: int = 16,
     leverage: str = "product",
     sinks: int = 4,

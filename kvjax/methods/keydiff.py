@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
@@ -44,7 +45,7 @@ def _unit(x: Array) -> Array:
     "here, as in kvpress, the prompt is attended in full and compressed once.",
     example="keydiff:budget=512",
 )
-def keydiff(budget: int = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+def keydiff(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
     """After the prompt each head keeps the tokens whose keys differ most from the mean key; it sees no queries.
 
     budget, unit, per as in `snapkv`. With 'keydiff + recompress:every=1' it chooses again at every step.

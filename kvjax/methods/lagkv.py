@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.cache.select.units import by_unit
@@ -77,7 +78,7 @@ def _spread(x: Array) -> Array:
     example="lagkv:budget=512",
 )
 def lagkv(
-    budget: int = 1024, lag: int = 128, sinks: int = 4, cross: bool = False, unit: str = "token", per: str = "head"
+    budget: Tokens = 1024, lag: int = 128, sinks: int = 4, cross: bool = False, unit: str = "token", per: str = "head"
 ) -> Method:
     """After the prompt each head keeps the tokens that stand out from those that follow; it sees no queries.
 

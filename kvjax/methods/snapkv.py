@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
+from kvjax.cache.select.budgets import Tokens
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
@@ -19,7 +20,7 @@ from kvjax.methods.trial import Trial, selected
     example="snapkv:budget=512",
 )
 def snapkv(
-    budget: int = 1024,
+    budget: Tokens = 1024,
     window: int = 32,
     kernel: int = 7,
     pool: str = "max",
@@ -31,8 +32,8 @@ def snapkv(
 ) -> Method:
     """After the prompt each head keeps its window and the tokens that the window's queries attend to most, pooled.
 
-    budget: prompt tokens kept per layer and key/value head, the window included; what is decoded is kept too, one row a
-    token. window, kernel, pool: the last queries, and the pooling over neighbours, "max" or "avg" (the class in the
+    budget: prompt tokens kept per layer and key/value head, the window included, or a share of each prompt such as 25%;
+    what is decoded is kept too, one row a token. window, kernel, pool: the last queries, and the pooling over neighbours, "max" or "avg" (the class in the
     authors' code: 64, 5, avg). reduce, reduce_first: over a key/value head's query heads, mean or max, before or
     after pooling. unit: "token", or "chunk8", "page32" and the like. per: "head", or "layer" for one set for all heads.
     """

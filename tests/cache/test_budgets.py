@@ -7,8 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.cache.select.budgets import Pyramid, Ratio, Table, Uniform, kept_by_length
+import kvjax
+from kvjax.cache.select.budgets import Pyramid, Ratio, Table, Tokens, Uniform, kept_by_length
 from kvjax.core.types import KvjaxError
+from kvjax.testing import toy_model
 from tests.oracles.eviction import pyramid, pyramid_peer
 
 
@@ -78,3 +80,26 @@ def test_wrong_settings_are_named(make, says):
 
 def test_budgets_are_values():
     assert dataclasses.replace(Uniform(3), tokens=4) == Uniform(4) and len({Ratio(0.5), Ratio(0.5)}) == 1
+
+
+@pytest.mark.parametrize("more", ["", " + kvcrush", " + adakv", " + kivi:bits=2,group=8,residual=8", " + d2o"])
+def test_a_share_of_each_prompt_in_a_string(more):
+    model = toy_model()
+    prompts = [[1 + i % 50 for i in range(n)] for n in (80, 40)]
+    _, cache = kvjax.prefill(model, prompts, "snapkv:budget=25%,window=4" + more)
+    held = kvjax.kept_positions(cache)
+    for row, tokens in enumerate((20, 10)):
+        heads = [len(head) for layer in held for head in layer[row]]
+        assert np.mean(heads) == pytest.approx(tokens, abs=0.5)  # AdaKV's heads share the places
+
+
+def test_a_share_is_written_as_it_was_given():
+    method = kvjax.zoo.snapkv(budget="12.5%", window=4)
+    assert kvjax.name_of(method) == "snapkv:budget=12.5%,window=4" and kvjax.parse(kvjax.name_of(method)) == method
+    assert method.select.budget == Ratio(0.125) and Tokens("64") == Tokens(64) == 64
+
+
+@pytest.mark.parametrize("budget", ["0%", "150%", "-5%", "x%", "nan%", "many", "1e400%"])
+def test_what_is_no_budget_is_refused(budget):
+    with pytest.raises(KvjaxError, match=r"share must lie|is Tokens, got"):
+        kvjax.parse(f"snapkv:budget={budget}")

@@ -62,6 +62,20 @@ class Ratio(Budget):
     def most(self, layer: int, layers: int) -> int | None:
         return None
 
+    def __str__(self) -> str:
+        return f"{100 * self.share:.12g}%"
+
+
+class Tokens:
+    """What recipes take as a budget: a number of tokens, or a share of each prompt, "25%"; `Tokens(x)` is either."""
+
+    def __new__(cls, given: int | str | Budget) -> int | Budget:
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, str) and given.endswith("%"):
+            return Ratio(float(given[:-1]) / 100)
+        return int(given)
+
 
 @dataclasses.dataclass(frozen=True)
 class Pyramid(Budget):

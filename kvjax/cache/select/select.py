@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
-from kvjax.cache.select.budgets import Budget, Uniform, kept_by_length
+from kvjax.cache.select.budgets import Budget, Tokens, Uniform, kept_by_length
 from kvjax.cache.select.represent import Represent, Units, part_of
 from kvjax.cache.select.rescore import Rescore, Then
 from kvjax.cache.select.scorers import Scorer, Scores
@@ -180,8 +180,9 @@ def unit_of(text: str) -> Unit:
 
 
 def selecting(
-    scorer: Scorer, budget: int | Budget, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+    scorer: Scorer, budget: int | str | Budget, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
 ) -> Select:
-    """A selection from what a recipe is given: a budget may be a number of tokens, a unit its name."""
-    budget = Uniform(budget) if isinstance(budget, int) else budget
+    """A selection from what a recipe is given: a budget may be a number of tokens or a share, a unit its name."""
+    tokens = Tokens(budget)
+    budget = Uniform(tokens) if isinstance(tokens, int) else tokens
     return Select(scorer, budget, sinks, recent, unit_of(unit), per)
