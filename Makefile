@@ -2,6 +2,7 @@
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make experiments   the small form of every table and figure of the papers, into experiments/results
+# make docs    the site, into site/           make dist      the wheel and the source distribution, into dist/
 # make check   lint and format check     make format                  repair what can be repaired
 # Each creates .venv first, and again when pyproject.toml or constraints.txt changed.
 #   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench experiments check format clean
+.PHONY: demo test bench experiments docs dist check format clean
 
 demo: $(STAMP)
 	$(VENV)/bin/kvjax demo --model $(MODEL)
@@ -29,6 +30,12 @@ bench: $(STAMP)
 
 experiments: $(STAMP)
 	$(VENV)/bin/python -m experiments.all
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+dist: $(STAMP)
+	$(VENV)/bin/python -m build --no-isolation
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -85,7 +85,9 @@ def table(rows: list[Row], asked: Exam) -> Table:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Quality against device bytes, one point per method."""
+    """Quality against device bytes, one point per method; it needs matplotlib."""
+    import matplotlib.pyplot as plt
+
     fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     panels = (("recall", "recall accuracy"), ("code_bits", "code, bits per byte"))
     for ax, (field, label) in zip(axes, panels, strict=True):
@@ -103,16 +105,19 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def run(out: Path, methods: Methods = METHODS, model: str = "testbed") -> list[Row]:
-    """Prints the table, and writes demo.json and demo.png into `out`.
+    """Prints the table, and writes demo.json and, with matplotlib, demo.png into `out`.
 
     methods: values, strings, or strings separated by ";".
     """
+    out.mkdir(parents=True, exist_ok=True)  # what cannot be is told before an hour of measuring
     console = Console()
     asked = exam(load(model), SEED)
     rows = list(measure(asked, methods))
     console.print(table(rows, asked))
-    out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
-    plot(rows, out / "demo.png")
-    console.print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(f"wrote {out / 'demo.json'}; a plot of it needs matplotlib: pip install matplotlib")
+    else:
+        plot(rows, out / "demo.png")
+        console.print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
     return rows

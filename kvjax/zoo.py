@@ -6,4 +6,4 @@ from kvjax.methods.catalogue import RECIPES, load_all
 
 globals().update({name: recipe.make for name, recipe in load_all().items()})
 
-__all__ = ["RECIPES", *RECIPES]
+__all__ = sorted(["RECIPES", *RECIPES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import kvjax
 from checkpoints_convert.convert import read
 from kvjax import zoo
+from kvjax.cache.select.budgets import Pyramid
 from tests.fixtures import ROOT
 
 # 62 tokens are three quarters of stored prompts of 83 tokens, half of those of 125, and a quarter of 250, rounded down
@@ -19,13 +21,17 @@ KEPT, STEPS, CAPACITY = 62, 32, 320
 FIELD = 60  # tokens kept of the field's prompts: three quarters of 80 tokens, half of 120, a quarter of 240
 AVG = {"window": 8, "kernel": 5, "pool": "avg"}
 ADAKV = zoo.adakv(rule="kvpress")
+ROUNDED = zoo.pyramidkv(KEPT, **AVG, beta=10, rule="peer")  # kvpress' ratios leave half a token more
+PEER = dataclasses.replace(
+    ROUNDED, select=dataclasses.replace(ROUNDED.select, budget=Pyramid(62.5, AVG["window"], beta=10, rule="peer"))
+)
 DECODING = {
     "kvpress_decoding_keydiff": ("gqa", kvjax.compose(zoo.keydiff(FIELD), zoo.recompress(12))),
     "kvpress_decoding_tova": ("gqa", zoo.tova(FIELD, keep_newest=True)),  # compressed after every token
 }
 METHODS = {
     "kvpress_snapkv": ("gqa", zoo.snapkv(KEPT, **AVG)),
-    "kvpress_pyramidkv": ("gqa", zoo.pyramidkv(62.5, **AVG, beta=10, rule="peer")),
+    "kvpress_pyramidkv": ("gqa", PEER),
     "kvpress_streaming": ("gqa", zoo.sinks_and_recent(KEPT)),
     "kvpress_observed": ("gqa", zoo.accumulated(KEPT, recent=0, normalise="visible")),
     "kvpress_knorm": ("gqa", zoo.keynorm(KEPT)),

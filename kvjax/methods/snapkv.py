@@ -33,9 +33,10 @@ def snapkv(
     """After the prompt each head keeps its window and the tokens that the window's queries attend to most, pooled.
 
     budget: prompt tokens kept per layer and key/value head, the window included, or a share of each prompt such as 25%;
-    what is decoded is kept too, one row a token. window, kernel, pool: the last queries, and the pooling over neighbours, "max" or "avg" (the class in the
-    authors' code: 64, 5, avg). reduce, reduce_first: over a key/value head's query heads, mean or max, before or
-    after pooling. unit: "token", or "chunk8", "page32" and the like. per: "head", or "layer" for one set for all heads.
+    what is decoded is kept too, one row a token. window, kernel, pool: the last queries, and the pooling over
+    neighbours, "max" or "avg" (the class in the authors' code: 64, 5, avg). reduce, reduce_first: over a key/value
+    head's query heads, mean or max, before or after pooling. unit: "token", or "chunk8", "page32" and the like. per:
+    "head", or "layer" for one set for all heads.
     """
     return Method(
         select=selecting(scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per)

@@ -9,17 +9,24 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.markers import MarkerStyle
 
-from kvjax.eval.page import panels, summary
-from kvjax.eval.page.panels import INK, Panel, Style, styles
+from kvjax.core.types import KvjaxError
+from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
+
+try:
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.markers import MarkerStyle
+
+    from kvjax.eval.page import panels
+    from kvjax.eval.page.panels import INK, Panel, Style, styles
+except ImportError as e:
+    raise KvjaxError('plots need matplotlib: pip install "kvjax[eval]"') from e
 
 SCALE = tuple(to_hex(panels.MAP(x)) for x in np.linspace(0, 1, 9))
 RC = {
