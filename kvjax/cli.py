@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.core.program import use_compilation_cache
+from kvjax.core.shown import sizes
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
@@ -206,9 +207,8 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2))
         return
     out = _show(model, prompts, method, options)
-    sizes = ", ".join(f"{n:,} bytes in {kind}" for kind, n in out.bytes.items())
     print(
-        f"{args.method}: {sizes}; prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s, "
+        f"{args.method}: {sizes(out.bytes)}; prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s, "
         f"compilation {out.compile_seconds:.1f} s",
         file=sys.stderr,
     )

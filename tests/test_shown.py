@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,27 @@ def test_values_show_themselves_in_one_line():
     assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; rows of 3, 1 tokens; ")
     assert held in repr(context)
     assert repr(context.cache) == f"Cache(2 rows, 3 layers, capacity {context.cache.capacity} tokens a row)"
+
+
+def test_a_method_shows_the_slots_that_it_fills():
+    assert repr(kvjax.parse("full")) == "Method()"
+    shown = repr(kvjax.parse("snapkv:budget=25% + int4"))
+    assert shown.startswith("Method(select=Select(") and "k=" in shown and "decode" not in shown
+    kept = dataclasses.replace(kvjax.parse("kcache:n=4"), device_layers=2)
+    assert kvjax.name_of(kept) == repr(kept)
+
+
+def test_results_and_contexts_are_tables_in_a_notebook():
+    model = toy_model()
+    out = kvjax.generate(model, [[1, 2, 3], [4]], "full", max_new_tokens=4, eos_ids=())
+    assert repr(out).startswith("Result(4 ids [length] and 1 more; ") and " bytes in device, " in repr(out)
+    assert out._repr_html_().count("<tr>") == 3
+    told = dataclasses.replace(out, text=["<b>&" * 40, "b"])
+    assert "…" in repr(told) and len(repr(told)) < 200
+    assert "&lt;b&gt;&amp;" in told._repr_html_() and "<b>" not in told._repr_html_()
+    context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
+    page = context._repr_html_()
+    assert "snapkv:budget=2,window=1,kernel=1: " in page and ">2.0<" in page and ">1.0<" in page
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -20,7 +20,7 @@ from kvjax.core.attention import Pattern
 from kvjax.core.types import KvjaxError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Method:
     """What is stored where, and what a query reads: slots that compose, each with a default that changes nothing.
 
@@ -55,6 +55,12 @@ class Method:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
         if self.positions not in ("true", "cache"):
             raise KvjaxError(f"positions must be 'true' or 'cache', got {self.positions!r}")
+
+    def __repr__(self) -> str:
+        """The slots that are filled."""
+        shown = (f.name for f in dataclasses.fields(self) if f.compare)
+        filled = (name for name in shown if getattr(self, name) != getattr(type(self), name))
+        return f"Method({', '.join(f'{name}={getattr(self, name)!r}' for name in filled)})"
 
     @property
     def traits(self) -> Traits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -106,10 +105,7 @@ def name_of(method: str | KVMethod) -> str:
         return repr(method)
     if method.recipe and parse(method.recipe) == method:
         return method.recipe
-    default = Method()
-    filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
-    parts = [f"{name}={value}" for name, value in filled.items() if value != getattr(default, name)]
-    return f"Method({', '.join(parts)})" if parts else "full"
+    return "full" if method == Method() else repr(method)
 
 
 def _calls(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -147,9 +143,8 @@ def _value(recipe: str, parameter: inspect.Parameter, text: str) -> Any:
     try:
         return booleans[text.lower()] if want is bool else want(text)
     except (ValueError, KeyError):
-        raise KvjaxError(
-            f"parameter {parameter.name!r} of {recipe} is {want.__name__}, got {text!r} (default {parameter.default})"
-        ) from None
+        said = f"{want.__name__}, got {text!r:.60} (default {parameter.default})"
+        raise KvjaxError(f"parameter {parameter.name!r} of {recipe} is {said}") from None
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

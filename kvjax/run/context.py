@@ -13,6 +13,7 @@ from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
+from kvjax.core.shown import sizes, table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -42,9 +43,14 @@ class Context:
     read_seconds: float = 0.0  # of the documents, compilation apart
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{n:,} bytes in {kind}" for kind, n in self.bytes.items())
         tokens = ", ".join(map(str, self.cache.length.tolist()))
-        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {held})"
+        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {sizes(self.bytes)})"
+
+    def _repr_html_(self) -> str:
+        held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
+        rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
+        title = f"{name_of(self.method)}: {sizes(self.bytes)}"
+        return table(title, ("row", "tokens read", "tokens held by a head"), rows)
 
     @property
     def rows(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
+from kvjax.core.shown import shortened, sizes, table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 from kvjax.run import calls, stops
@@ -26,7 +27,7 @@ from kvjax.run.sampling import Sampler, row_keys, sampler
 from kvjax.run.stops import Stop
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """What `generate` returns; seconds are wall-clock, with compilation apart."""
 
@@ -39,6 +40,20 @@ class Result:
     compile_seconds: float
     decode_steps: int  # after the first token, which the prefill yields
     rows: int  # that each step decoded
+
+    def __repr__(self) -> str:
+        first = shortened(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
+        more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
+        return f"Result({first} [{self.finish_reasons[0]}]{more}; {self._costs()})"
+
+    def _repr_html_(self) -> str:
+        texts = self.text or [str(row) for row in self.tokens]
+        lengths = map(len, self.tokens)
+        rows = zip(range(len(texts)), texts, lengths, self.finish_reasons, strict=True)
+        return table(self._costs(), ("row", "text" if self.text else "ids", "tokens", "ended by"), rows)
+
+    def _costs(self) -> str:
+        return f"{sizes(self.bytes)}, {self.tokens_per_second:,.1f} tokens/s"
 
     @property
     def tokens_per_second(self) -> float:
