@@ -207,11 +207,9 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2))
         return
     out = _show(model, prompts, method, options)
-    print(
-        f"{args.method}: {sizes(out.bytes)}; prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s, "
-        f"compilation {out.compile_seconds:.1f} s",
-        file=sys.stderr,
-    )
+    times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
+    compiling = f"compilation {out.compile_seconds:.1f} s"
+    print(f"{args.method}: {sizes(out.bytes)}; {times}, {compiling}", file=sys.stderr)
 
 
 def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:
