@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command; returns the exit status: 1 for a checkpoint that is refused, 2 where files cannot be used."""
     args = parser().parse_args(argv)
     try:
         Console(soft_wrap=True, markup=False, highlight=False).print(args.run(args))
@@ -100,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     except KvjaxError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

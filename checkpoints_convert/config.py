@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def translate(raw: Raw, generation: Raw | None = None) -> Config:
             raise KvjaxError(f"config.json: {key} ({raw[key]!r:.80}) is not supported; {remedy}")
     values = {**kind.defaults, **raw}
     if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
-        raise KvjaxError(f"config.json: hidden_act {values['hidden_act']!r} is not supported; supported: 'silu'")
+        raise KvjaxError(f"config.json: hidden_act {values['hidden_act']!r:.80} is not supported; supported: 'silu'")
     sizes = {field: _count(values, key) for field, key in SIZES.items()}
     theta, fraction, scaling = rope(values, kind)
     return Config(
@@ -48,26 +49,38 @@ def translate(raw: Raw, generation: Raw | None = None) -> Config:
         rope_fraction=fraction,
         rope_scaling=scaling,
         windows=windows(values, kind),
-        tie_embeddings=bool(values["tie_word_embeddings"]),
+        tie_embeddings=_switch(values, "tie_word_embeddings"),
         eos_ids=_eos(values, generation or {}),
-        bos_id=values["bos_token_id"],
+        bos_id=_bos(values),
         **{field: True for field in kind.always},
-        **{field: bool(values[key]) for key, fields in kind.switches.items() for field in fields},
+        **{field: _switch(values, key) for key, fields in kind.switches.items() for field in fields},
     )
 
 
-def _count(values: Raw, key: str) -> int:
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _count(values: Raw, key: str, least: int = 1) -> int:
     x = values.get(key)
-    if not isinstance(x, int) or isinstance(x, bool) or x < 1:
-        raise KvjaxError(f"config.json: {key} must be a positive integer, got {x!r}; copy config.json again")
+    if not _is_integer(x) or x < least:
+        wanted = "a positive integer" if least else "0 or a positive integer"
+        raise KvjaxError(f"config.json: {key} must be {wanted}, got {x!r:.80}; copy config.json again")
     return x
 
 
 def _number(values: Raw, key: str, where: str = "config.json") -> float:
     x = values.get(key)
-    if not isinstance(x, int | float) or isinstance(x, bool) or not x > 0:
-        raise KvjaxError(f"{where}: {key} must be a positive number, got {x!r}; copy config.json again")
+    if not (_is_integer(x) or isinstance(x, float)) or not 0 < x <= sys.float_info.max:
+        raise KvjaxError(f"{where}: {key} must be a positive number, got {x!r:.80}; copy config.json again")
     return float(x)
+
+
+def _switch(values: Raw, key: str) -> bool:
+    x = values.get(key)
+    if x not in (True, False, None):
+        raise KvjaxError(f"config.json: {key} must be true or false, got {x!r:.80}; copy config.json again")
+    return bool(x)
 
 
 def _head_dim(values: Raw) -> int:
@@ -110,17 +123,19 @@ def _scaling(values: Raw, found: Raw) -> RopeScaling | None:
         low, high = number("low_freq_factor"), number("high_freq_factor")
         return RopeScaling("llama3", number("factor"), low, high, _count(original, key))
     remedy = "it would change every logit, so use a checkpoint without it"
-    raise KvjaxError(f"RoPE scaling {kind!r} is not supported; supported: 'default', 'linear', 'llama3'; {remedy}")
+    raise KvjaxError(f"RoPE scaling {kind!r:.80} is not supported; supported: 'default', 'linear', 'llama3'; {remedy}")
 
 
 def windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:
     """The sliding window of each layer: the most recent positions that a query sees, itself included; None: all."""
     layers, types = _count(values, "num_hidden_layers"), values.get("layer_types")
-    on = kind.sliding == "every layer" or (kind.sliding == "by layer" and values["use_sliding_window"])
+    on = kind.sliding == "every layer" or (kind.sliding == "by layer" and _switch(values, "use_sliding_window"))
     size = _count(values, "sliding_window") if on and values["sliding_window"] is not None else None
-    if kind.sliding == "by layer":
-        first = values["max_window_layers"]
-        slides = [size is not None and i >= first for i in range(layers)] if types is None else _slides(types, layers)
+    if kind.sliding == "by layer" and types is not None:
+        slides = _slides(types, layers)
+    elif kind.sliding == "by layer":
+        first = layers if size is None else _count(values, "max_window_layers", least=0)
+        slides = [i >= first for i in range(layers)]
     else:
         slides = [size is not None] * layers
         if types is not None and _slides(types, layers) != slides:
@@ -136,7 +151,7 @@ def windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:
 
 def _slides(types: Any, layers: int) -> list[bool]:
     names = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(types, list) or len(types) != layers or any(t not in names for t in types):
+    if not isinstance(types, list) or len(types) != layers or any(t not in list(names) for t in types):
         raise KvjaxError(
             f"config.json: layer_types must name {layers} layers, each one of {list(names)}; got {types!r:.200}"
         )
@@ -145,7 +160,31 @@ def _slides(types: Any, layers: int) -> list[bool]:
 
 def _eos(values: Raw, generation: Raw) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json overrides config.json, as in transformers' `generate`."""
-    ids = generation.get("eos_token_id")
-    ids = values["eos_token_id"] if ids is None else ids
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return tuple(i for i in dict.fromkeys(ids) if 0 <= i < values["vocab_size"])  # a default may lie outside
+    key = "eos_token_id"
+    said = [x for x in (generation.get(key), values[key]) if x is not None]
+    return [*(_ids(values, key, x if isinstance(x, list) else [x]) for x in said), ()][0]
+
+
+def _bos(values: Raw) -> int | None:
+    x = values["bos_token_id"]
+    return next(iter(_ids(values, "bos_token_id", [] if x is None else [x])), None)
+
+
+def _ids(values: Raw, key: str, ids: list[Any]) -> tuple[int, ...]:
+    """The ids, each once; those beyond the vocabulary, as defaults may be, can be neither read nor generated."""
+    if bad := [i for i in ids if not _is_integer(i) or i < 0]:
+        raise KvjaxError(
+            f"config.json or generation_config.json: {key} must name tokens by their ids, got {bad[0]!r:.80}; copy "
+            "both again"
+        )
+    return tuple(i for i in dict.fromkeys(ids) if i < _count(values, "vocab_size"))
+
+
+def refuse_missing_layers(raw: Raw, tensors: int) -> None:
+    """Raises KvjaxError for more layers than the checkpoint has tensors: at once, before any layer is looked at."""
+    layers = raw.get("num_hidden_layers")
+    if _is_integer(layers) and layers > tensors:
+        raise KvjaxError(
+            f"config.json: num_hidden_layers is {layers:,}, but the checkpoint has only {tensors:,} tensors; copy both "
+            "again"
+        )

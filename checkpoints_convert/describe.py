@@ -11,16 +11,17 @@ import numpy as np
 from checkpoints_convert.convert import size
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import FLOATS, Tensor, opened
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, printable
 from kvjax.models import Config, checkpoint
 
 Lines = dict[str, str]
 
 
 def describe(directory: str | Path) -> Lines:
-    """Label -> value; a Hugging Face checkpoint that cannot be converted says why."""
+    """Label -> value, fit for a terminal; a Hugging Face checkpoint that cannot be converted says why."""
     path = Path(directory)
-    return _ours(path) if (path / checkpoint.MANIFEST).is_file() else _theirs(path)
+    lines = _ours(path) if (path / checkpoint.MANIFEST).is_file() else _theirs(path)
+    return {label: printable(value, keep="\n") for label, value in lines.items()}
 
 
 def _ours(path: Path) -> Lines:
@@ -38,8 +39,8 @@ def _theirs(path: Path) -> Lines:
     tensors = source.tensors.values()
     lines["files"] = str(len({t.file for t in tensors}))
     lines |= _weights([(t.shape, t.stored or FLOATS.get(t.dtype, t.dtype), _bytes(t)) for t in tensors])
-    lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
     try:
+        lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
         return lines | {"convertible": "yes"} | _config(plan(source).config)
     except KvjaxError as e:
         return lines | {"convertible": f"no: {e}"}

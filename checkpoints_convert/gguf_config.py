@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints_convert.gguf_vocabulary import value
 from kvjax.core.types import KvjaxError
 
 Metadata = Mapping[str, Any]
@@ -47,9 +48,9 @@ def config(
     one. Raises KvjaxError naming the key for what is missing, no number, or not supported here.
     """
     name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise KvjaxError(f"the architecture {name!r} of this GGUF file is not supported; supported: {known}")
+        raise KvjaxError(f"the architecture {name!r:.80} of this GGUF file is not supported; supported: {known}")
     own = {key.removeprefix(f"{name}."): x for key, x in metadata.items() if key.startswith(f"{name}.")}
     _refuse_unknown(name, own)
     raw: dict[str, Any] = {key: _count(name, own, ours) for ours, key in SIZES.items()}
@@ -65,7 +66,7 @@ def config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": value(metadata, "tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _ends(metadata),
     }
     raw |= _head(name, own, raw)
@@ -117,7 +118,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def _ends(metadata: Metadata) -> list[int]:
     """The ids that end a text: of the text itself, of a turn, and of a message."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    found = [value(metadata, f"tokenizer.ggml.{key}", int) for key in keys]
     return list(dict.fromkeys(x for x in found if x is not None))
 
 

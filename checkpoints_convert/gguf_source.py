@@ -12,6 +12,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from checkpoints_convert import gguf_config, gguf_header, gguf_tokenizer
+from checkpoints_convert.config import refuse_missing_layers
 from checkpoints_convert.families import family
 from checkpoints_convert.gguf_header import Stored
 from checkpoints_convert.source import Tensor
@@ -44,6 +45,7 @@ class GgufSource:
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         factors = weights(self.stored[ROPE_FACTORS]) if ROPE_FACTORS in self.stored else None
         self.config = gguf_config.config(self.metadata, shapes, factors)
+        refuse_missing_layers(self.config, len(self.stored))
         self.generation: dict[str, Any] | None = None
         self.names = _names(self.metadata["general.architecture"], self.config, self.stored)  # theirs -> the file's
         self.tensors = {theirs: _described(self.stored[own]) for theirs, own in self.names.items()}

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.config import translate
+from checkpoints_convert.config import refuse_missing_layers, translate
 from checkpoints_convert.families import IGNORED, Rule, Target, family
 from checkpoints_convert.source import FLOATS, Source
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, printable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
 
@@ -94,6 +94,7 @@ def bind(rules: tuple[Rule, ...], config: Config) -> tuple[Binding, ...]:
 
 def plan(source: Source) -> Plan:
     """Matches names and shapes; raises one KvjaxError listing all that is missing, left over or misshapen."""
+    refuse_missing_layers(source.config, len(source.tensors))
     config = translate(source.config, source.generation)
     bindings = bind(family(source.config).rules, config)
     _refuse(_problems(source, bindings, config))
@@ -118,7 +119,7 @@ def _problems(source: Source, bindings: tuple[Binding, ...], config: Config) -> 
     if TIED[0] in expected and TIED[0] not in found:
         problems[-1] += " (if the model ties its embeddings, config.json must say tie_word_embeddings: true)"
     problems += [
-        f"{name}: no such tensor in this family; is config.json the right one?"
+        f"{printable(name)}: no such tensor in this family; is config.json the right one?"
         for name in found
         if name not in expected
     ]

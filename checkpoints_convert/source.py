@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.core.types import KvjaxError
+from kvjax.core import documents
+from kvjax.core.types import KvjaxError, printable
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -104,19 +104,24 @@ class Directory:
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the directory, or None if there is no such file."""
         file = self.directory / name
-        if not file.is_file():
-            return None
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as e:
-            raise KvjaxError(f"{file} is not valid JSON ({e}); copy it again") from e
-        if not isinstance(found, dict):
-            raise KvjaxError(f"{file} does not hold a JSON object; copy it again")
-        return found
+        return documents.parsed(file.read_bytes(), file) if file.is_file() else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files, which belong beside the converted weights."""
-        return {f.name: f.read_bytes() for name in TOKENIZER_FILES if (f := self.directory / name).is_file()}
+        """The tokenizer's files, which belong beside the converted weights, as they are.
+
+        Raises KvjaxError for a link to a file of which nothing says that it belongs to the checkpoint (`homes`): what
+        it holds would be copied, whatever it is.
+        """
+        files = [f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()]
+        allowed = homes(self.directory)
+        for file in files:
+            target = file.resolve()
+            if not any(target.is_relative_to(home) for home in allowed):
+                raise KvjaxError(
+                    f"{file} is a link to {target}, outside of the checkpoint; if that is the tokenizer that you want, "
+                    "put a copy of it in the place of the link"
+                )
+        return {file.name: file.read_bytes() for file in files}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, as stored. The file is mapped for this call only, so no more than the tensor stays in memory."""
@@ -143,7 +148,7 @@ class Directory:
     def _sharded(self, placed: dict[str, str]) -> dict[str, Tensor]:
         shards = sorted(set(placed.values()))
         if absent := [s for s in shards if not (self.directory / s).is_file()]:
-            raise KvjaxError(f"missing shards: {', '.join(absent)}; copy them to {self.directory}")
+            raise KvjaxError(f"missing shards: {', '.join(map(printable, absent))}; copy them to {self.directory}")
         headers, problems = {}, []
         for shard in shards:
             try:
@@ -152,9 +157,16 @@ class Directory:
                 problems.append(str(e))
         # a shard that could not be read has been told of already: its tensors count as there
         problems += [
-            f"{n}: not in {s}, where {INDEX} says it is" for n, s in placed.items() if n not in headers.get(s, placed)
+            f"{printable(n)}: not in {printable(s)}, where {INDEX} says it is"
+            for n, s in placed.items()
+            if n not in headers.get(s, placed)
         ]
-        problems += [f"{n}: in {s} but not in {INDEX}" for s, h in headers.items() for n in h if placed.get(n) != s]
+        problems += [
+            f"{printable(n)}: in {printable(s)} but not in {INDEX}"
+            for s, h in headers.items()
+            for n in h
+            if placed.get(n) != s
+        ]
         if problems:
             raise KvjaxError("the shards and their index disagree; copy them again:\n  " + "\n  ".join(problems))
         return {name: headers[shard][name] for name, shard in placed.items()}
@@ -167,6 +179,16 @@ class Directory:
         return KvjaxError(f"{self.directory} has neither {SINGLE} nor {INDEX}; download the weights as safetensors")
 
 
+def homes(directory: Path) -> list[Path]:
+    """Where the files of a checkpoint may lie: in its directory, or where Hugging Face's cache keeps their contents.
+
+    That cache has models--OWNER--NAME/snapshots/REVISION full of links into models--OWNER--NAME/blobs.
+    """
+    own = directory.resolve()
+    cached = [f.parent for f in own.parents if f.name == "snapshots" and f.parent.name.startswith("models--")]
+    return [own, *(model / "blobs" for model in cached)]
+
+
 def header(file: Path) -> dict[str, Tensor]:
     """Names, shapes and types of a safetensors file; raises KvjaxError if it is cut short or damaged."""
     try:
@@ -175,17 +197,18 @@ def header(file: Path) -> dict[str, Tensor]:
             return {n: Tensor(tuple(s.get_shape()), s.get_dtype(), file) for n, s in slices.items()}
     except (SafetensorError, OSError) as e:
         lost = beyond_the_end(file)
-        what = f"is truncated: it ends before {', '.join(lost)}" if lost else f"is damaged ({e})"
+        what = f"is truncated: it ends before {', '.join(map(printable, lost))}" if lost else f"is damaged ({e})"
         raise KvjaxError(f"{file} {what}; copy it again") from e
 
 
 def beyond_the_end(file: Path) -> list[str]:
     """The tensors whose data a truncated safetensors file no longer holds; empty if not even its header is whole."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as f:
             start = 8 + int.from_bytes(f.read(8), "little")
-            entries = json.loads(f.read(start - 8))
-        held = file.stat().st_size - start
+            entries = documents.loads(f.read(min(start - 8, size)))
+        held = size - start
         return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > held]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
         return []

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(given)
     use_compilation_cache()
     try:
-        args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            args.run(args)
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
@@ -45,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _warn(message: Warning | str, *where: Any) -> None:
+    """A warning in one line, without the place in the code that gave it."""
+    print(f"kvjax: {message}", file=sys.stderr)
 
 
 class _Version(argparse.Action):
@@ -154,6 +162,9 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         help="ask questions through the model's chat template (default: where it has one)",
     )
     p.add_argument("--seen", action="store_true", help="each question ends the prompt, so that methods see it")
+    p.add_argument(
+        "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
+    )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
     p.set_defaults(run=_eval)
 

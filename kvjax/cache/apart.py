@@ -40,6 +40,10 @@ class Apart:
         """i32[B 1|K S], of the tokens in the store."""
         raise NotImplementedError
 
+    def shown(self, layer: Any, store: Any) -> Block | None:
+        """What queries read of these tokens, keys rotated, in the places of `positions`; None where it is not told."""
+        return None
+
     def check(self, layer: Any) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with.
 

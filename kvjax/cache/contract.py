@@ -67,6 +67,8 @@ class Needs:
     output, hidden: `Layer.prefill` wants to see the layer's output projection, or the hidden states of the prompt.
     probe: the prompt is run a second time for `ProbedLayer.look`, and `Layer.prefill` sees what that found.
     neighbour: +1 or -1 where `Layer.prefill` wants to see the prompt's keys and values in the layer above or below.
+    endless: no query meets a token at a larger distance than the method allows, however long the text is, so that it
+    may go on beyond the positions that the model was made for.
     """
 
     queries: int | None = 0
@@ -78,6 +80,7 @@ class Needs:
     hidden: bool = False
     probe: Probe | None = None
     neighbour: int = 0
+    endless: bool = False
 
     @property
     def observes(self) -> bool:

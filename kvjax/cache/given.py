@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from kvjax.cache.contract import LayerSpec
+from kvjax.core.files import replacing
 from kvjax.core.types import KvjaxError
 
 FORMAT = "kvjax-table-1"
@@ -123,9 +124,8 @@ def write(
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
     metadata |= {name: str(getattr(spec, name)) for name in SHAPE}
-    fresh = path.with_name(path.name + ".partial")
-    save_file(arrays, fresh, metadata)
-    fresh.replace(path)
+    with replacing(path) as file:
+        file.write(save(arrays, metadata))
     return path
 
 

@@ -55,7 +55,9 @@ class MethodLayer(StateOperations):
         hidden = m.select is not None and m.select.scorer.hidden
         probe = None if m.select is None else m.select.scorer.probe
         neighbour = 0 if m.apart is None else m.apart.neighbour
-        return Needs(queries, chunk, m.read.guesses, m.shares is not None, m.attend, output, hidden, probe, neighbour)
+        endless = m.positions == "cache" or m.read.endless
+        shared = m.shares is not None
+        return Needs(queries, chunk, m.read.guesses, shared, m.attend, output, hidden, probe, neighbour, endless)
 
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""

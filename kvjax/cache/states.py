@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.contract import Layer, LayerState
+from kvjax.cache.fates import off
 from kvjax.cache.read.full import Full
+from kvjax.cache.select.units import gather
 from kvjax.core import memory
 from kvjax.core.attention import combine
 from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
@@ -57,6 +59,17 @@ class Shareable(Layer, Protocol):
 
     def check_beside(self) -> None:
         """Raises IncompatibleMethod unless `extend_beside` can be asked for."""
+
+
+class Telling(Layer, Protocol):
+    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.fates`."""
+
+    def errors(self, state: Any, came: Block) -> tuple[Array, Array]:
+        """Of keys and of values f32[B K S], in the places of `positions`: how far what is read is from what came.
+
+        came [B K C H]: all tokens, each at its position. NaN where it cannot be told. It does not go by the place of
+        the layer among the others, so that layers that are alike may share a program.
+        """
 
 
 class StateOperations:
@@ -109,6 +122,17 @@ class StateOperations:
 
         both = carry, Partial(*(jnp.moveaxis(x, 3, 2) for x in beside))  # as a carry is: with T as axis 2
         return self._in_steps(at_once, state, q, fresh, commit, both)
+
+    def errors(self, state: LayerState, came: Block) -> tuple[Array, Array]:
+        """Of the slots, then of what is held apart: how far what is read is from what came, of keys and of values."""
+        here = gather(came, state.pos)
+        found = [(off(self.k.decode(state.k), self.as_held(here)), off(self.v.decode(state.v), here.v))]
+        if state.apart is not None:
+            there = gather(came, self.method.apart.positions(state.apart))
+            read = self.method.apart.shown(self, state.apart)
+            untold = jnp.full(there.k.shape[:3], jnp.nan)
+            found.append((untold,) * 2 if read is None else (off(read.k, there.k), off(read.v, there.v)))
+        return tuple(jnp.concatenate(x, 2) for x in zip(*found, strict=True))
 
     def check_shared(self) -> None:
         """A prefix is read in full, and stays as it is."""

@@ -16,19 +16,27 @@ class Busy(KvjaxError):
 def locked(folder: Path) -> int:
     """The folder, made if need be, open under a lock that ends with this process, however it ends.
 
-    Raises Busy while another process holds it. Close what is returned to give the lock back.
+    Raises Busy as `claim` does. Close what is returned to give the lock back.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         opened = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            claim(opened, folder)
+        except Busy:
             os.close(opened)
-            raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
+            raise
         if is_same(folder, opened):
             return opened
         os.close(opened)  # it was renamed or removed in between
+
+
+def claim(opened: int, folder: Path) -> None:
+    """Locks what is open, the folder or a file that stands for it; raises Busy while another process holds it."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
 
 
 def is_same(folder: Path, opened: int) -> bool:

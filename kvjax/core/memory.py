@@ -10,11 +10,13 @@ Rules found by measurement, kept here so that no method can get them wrong:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +197,25 @@ def _value(x: Array, dtype: str) -> Array:
 def rearranged(fun: Callable[..., Array], *arrays: Array) -> Array:
     """Concrete arrays, wherever they lie: `fun` of them, computed on the device and placed as the first of them was."""
     return jax.device_put(fun(*(jax.device_put(x, DEVICE) for x in arrays)), arrays[0].sharding)
+
+
+class Installed(NamedTuple):
+    """Bytes of memory, used or not; None where unknown."""
+
+    device: int | None  # of all devices together
+    host: int | None
+    shared: bool  # whether both are the same memory
+
+
+def installed(devices: Iterable[jax.Device]) -> Installed:
+    """What these devices and this machine have."""
+    host, devices = None, list(devices)
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system tells
+        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if all(d.platform == "cpu" for d in devices):
+        return Installed(host, host, True)
+    each = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
+    return Installed(None if None in each else sum(each), host, False)
 
 
 def require_host_memory() -> None:

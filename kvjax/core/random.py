@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import numbers
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.types import Array
+from kvjax.core.types import Array, KvjaxError
+
+
+def seeded(seed: int) -> Array:
+    """The key of a seed of up to 64 bits; `jax.random.key` drops all but 32 of them, and gives the same key for these.
+
+    Raises KvjaxError for anything else.
+    """
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise KvjaxError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.60}")
+    high, low = divmod(int(seed), 2**32)
+    key = jax.random.key(np.uint32(low))
+    return jax.random.fold_in(key, np.uint32(high)) if high else key
 
 
 def draw(seed: int, *index: Array) -> Array:

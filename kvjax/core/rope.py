@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax.numpy as jnp
 
@@ -25,9 +26,11 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.kind not in ("linear", "llama3"):
-            raise KvjaxError(f"RoPE scaling {self.kind!r} is not supported; supported: 'linear', 'llama3'")
-        if self.factor <= 0:
-            raise KvjaxError(f"RoPE scaling factor must be positive, got {self.factor}")
+            raise KvjaxError(f"RoPE scaling {self.kind!r:.80} is not supported; supported: 'linear', 'llama3'")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+            x = getattr(self, name)
+            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max):
+                raise KvjaxError(f"{name} of RoPE scaling must be a positive number, got {x!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,8 +58,23 @@ class Block:
         return dataclasses.replace(self, k=k, v=v)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """A text with whatever a terminal would obey (escape codes, line ends) spelled out, but for the characters `keep`.
+
+    Names in files are other people's text, and may hold such things.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class KvjaxError(ValueError):
     """An input that kvjax cannot use; the message says which value, and what to do."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
+
+
+class KvjaxWarning(UserWarning):
+    """What kvjax does as it was told, though it is likely to disappoint."""
 
 
 class IncompatibleMethod(KvjaxError):

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import numbers
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import kvjax.methods
+from kvjax.core.types import KvjaxError
 from kvjax.methods.trial import Trial
 
 
@@ -44,6 +46,8 @@ class Recipe:
         return inspect.getdoc(self.make).splitlines()[0]
 
 
+LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer
+
 RECIPES: dict[str, Recipe] = {}
 
 
@@ -53,9 +57,13 @@ def recipe(
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(make, eval_str=True)
+
         @functools.wraps(make)
         def named(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(make).bind(*args, **kwargs).arguments
+            given = signature.bind(*args, **kwargs).arguments
+            for key, value in given.items():
+                _check_number(make.__name__, signature.parameters[key], value)
             text = ",".join(f"{k}={v}" for k, v in given.items())
             return dataclasses.replace(make(*args, **kwargs), recipe=make.__name__ + (f":{text}" if text else ""))
 
@@ -64,6 +72,17 @@ def recipe(
         return named
 
     return register
+
+
+def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raises KvjaxError for what is no number where one belongs, or too large to be one of a device."""
+    kind = {int: numbers.Integral, float: numbers.Real}.get(parameter.annotation, object)
+    name = f"parameter {parameter.name!r} of {recipe}"
+    if kind is not object and (not isinstance(value, kind) or isinstance(value, bool) or value != value):
+        said = f"{parameter.annotation.__name__}, got {value!r:.60} (default {parameter.default})"
+        raise KvjaxError(f"{name} is {said}")
+    if isinstance(value, numbers.Real) and abs(value) > LARGEST:  # also of what is a number or something else
+        raise KvjaxError(f"{name} must be at most {LARGEST:,}, got {value!r:.60}; no text is so long")
 
 
 def load_all() -> dict[str, Recipe]:

@@ -75,6 +75,7 @@ class Blocks(Reader):
     per_head: bool = False
 
     any_slot = False  # a block is made of neighbours
+    endless = True  # beyond the window all tokens are equally far
 
     def __post_init__(self):
         fields = ("block", "local", "topk", "representatives", "chunk")
@@ -278,7 +279,8 @@ def _bytes(x: Sizes) -> Bytes:
     ),
     formula="key(block) = mean of the keys without RoPE of its tokens with the most attention mass; "
     "score(block) = mean query of the chunk at the far angle times key(block), summed over heads",
-    differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device.",
+    differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device. As in the paper the "
+    "tokens of one call share a lookup: a question fed at once reads other blocks than one fed token by token.",
     example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128",
 )
 def infllm(

@@ -129,6 +129,10 @@ class Shadow(Apart):
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos
 
+    def shown(self, layer: Any, store: Chunked) -> Block:
+        inner, held = self._inner(layer), store.tokens
+        return Block(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
+
 
 def _bytes(x: Sizes) -> Bytes:
     """Of 9 tokens the first 6 in chunks of 2, at rank 8; room for one outlier chunk, a local one, and one left over."""

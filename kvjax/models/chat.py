@@ -13,6 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from kvjax.core import documents
 from kvjax.core.types import KvjaxError
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -98,13 +99,7 @@ def _config(file: Path | Traversable) -> dict[str, Any]:
     """`tokenizer_config.json`, empty where there is none."""
     if not file.is_file():
         return {}
-    try:
-        found = json.loads(_text(file))
-    except (ValueError, RecursionError) as e:
-        raise KvjaxError(f"{file} is not valid JSON ({e}); copy it again") from e
-    if not isinstance(found, dict):
-        raise KvjaxError(f"{file} does not hold a JSON object; copy it again")
-    return found
+    return documents.parsed(_text(file), file)
 
 
 def _default(found: Any, file: Path | Traversable) -> str | None:

@@ -27,8 +27,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kvjax.core import documents
 from kvjax.core.lock import is_same, locked
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, printable
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
 
@@ -41,8 +42,12 @@ Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sha
 @functools.lru_cache
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Path -> shape of every parameter of `Decoder(config)`; paths look like "layer_0/attention/q/kernel"."""
-    tree = nn.unbox(abstract_params(config, jnp.float32))
-    return {path: x.shape for path, x in flatten_dict(tree, sep="/").items()}
+    one = dataclasses.replace(config, layers=1, windows=None)  # all layers are alike, and tracing many takes minutes
+    flat = {path: x.shape for path, x in flatten_dict(nn.unbox(abstract_params(one, jnp.float32))).items()}
+    layer = {path[1:]: shape for path, shape in flat.items() if path[0] == "layer_0"}
+    every = {path: shape for path, shape in flat.items() if path[0] != "layer_0"}
+    every |= {(f"layer_{i}", *path): shape for i in range(config.layers) for path, shape in layer.items()}
+    return {"/".join(path): every[path] for path in sorted(every)}
 
 
 def part_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -85,9 +90,13 @@ def _digest(folder: Path, parameters: Mapping[str, Any]) -> str:
 
 def _check_shapes(config: Config, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raises KvjaxError listing every parameter that `config` does not expect so."""
+    if config.layers > len(found):  # at once, before any layer is looked at
+        raise KvjaxError(
+            f"{where} has {len(found)} parameters for {config.layers:,} layers; convert the checkpoint again"
+        )
     expected = parameter_shapes(config)
     problems = [f"{p}: missing" for p in expected if p not in found]
-    problems += [f"{p}: not a parameter of this config" for p in found if p not in expected]
+    problems += [f"{printable(p)}: not a parameter of this config" for p in found if p not in expected]
     problems += [
         f"{p}: shape {list(found[p])}, the config says {list(s)}"
         for p, s in expected.items()
@@ -120,13 +129,21 @@ class Writer:
 
     def __enter__(self) -> Writer:
         self._lock = locked(self.partial)
-        for left in self.partial.iterdir():  # by a write that was killed
+        try:
+            self._clear()
+            (self.partial / PARTS).mkdir()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def _clear(self) -> None:
+        """Removes what a write that was killed has left."""
+        for left in self.partial.iterdir():
             if left.is_dir():
                 shutil.rmtree(left)
             else:
                 left.unlink()
-        (self.partial / PARTS).mkdir()
-        return self
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry, a tree of arrays (or the array itself, for `embedding`)."""
@@ -136,8 +153,11 @@ class Writer:
         flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
         described = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}
         folder = self.partial / PARTS / name
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
+        except ValueError as e:  # so Orbax says that a disk is full
+            raise OSError(f"{folder} cannot be written ({e}); make room, or choose another destination") from e
         (folder / "commit_success.txt").unlink(missing_ok=True)  # Orbax's note of where it wrote
         self.parameters |= described
         self.digests[name] = _digest(folder, described)
@@ -163,7 +183,12 @@ class Writer:
         if self.directory.exists():
             shutil.rmtree(old, ignore_errors=True)
             self.directory.rename(old)
-        self.partial.rename(self.directory)
+        try:
+            self.partial.rename(self.directory)
+        except OSError:
+            if old.exists():
+                old.rename(self.directory)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -209,30 +234,39 @@ def manifest(directory: str | Path) -> Manifest:
     if not (path / MANIFEST).is_file():
         raise _foreign(path)
     try:
-        raw = json.loads((path / MANIFEST).read_text())
+        raw = documents.loads((path / MANIFEST).read_bytes())
         said = {key: x for key, x in raw.items() if key != "digest"}
         form, version, digest = raw.pop("format"), raw.pop("version"), raw.pop("digest", None)
     except (ValueError, KeyError, AttributeError, TypeError) as e:
-        raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
+        raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r:.200}); convert the checkpoint again") from e
     if form != FORMAT:
-        raise KvjaxError(f"{path / MANIFEST} has format {form!r}, not {FORMAT!r}; convert the checkpoint again")
+        raise KvjaxError(f"{path / MANIFEST} has format {form!r:.80}, not {FORMAT!r}; convert the checkpoint again")
     if not isinstance(version, int) or version > VERSION:
-        raise KvjaxError(f"{path} has format version {version!r}; this kvjax reads up to {VERSION}: upgrade kvjax")
+        raise KvjaxError(f"{path} has format version {version!r:.80}; this kvjax reads up to {VERSION}: upgrade kvjax")
     if version < VERSION:
         raise KvjaxError(f"{path} has format version {version}, which lacks digests; convert the checkpoint again")
     try:
         config = Config.from_json(json.dumps(raw.pop("config")))
         record = Manifest(config=config, **raw)
         shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
-        dict(record.digests)
-        dict(record.files)
+        _check_texts(record)
     except (KeyError, TypeError, AttributeError) as e:
-        raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r}); convert the checkpoint again") from e
+        raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r:.200}); convert the checkpoint again") from e
     _check_shapes(config, shapes, str(path))
     if digest != _of_json(said):
         raise KvjaxError(f"{path / MANIFEST} is not what was written (its digest differs); convert it again")
     _check_files(path, record.files)
     return record
+
+
+def _check_texts(record: Manifest) -> None:
+    """Raises TypeError where a manifest has anything but text in the place of text, or a path in that of a name."""
+    texts = [record.dtype, record.source, *record.digests.items(), *record.files.items()]
+    if not all(isinstance(x, str) for item in texts for x in (item if isinstance(item, tuple) else (item,))):
+        raise TypeError("dtype, source, digests and files are texts")
+    np.dtype(record.dtype)
+    if paths := [name for name in record.files if Path(name).name != name]:
+        raise TypeError(f"{paths[0]!r:.80} is no name of a file")
 
 
 def _check_files(path: Path, files: Mapping[str, str]) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import numbers
+import sys
 from typing import Any
 
+from kvjax.core import documents
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KvjaxError
+
+LARGEST = 2**31 - 1  # sizes and positions are 32-bit integers on a device
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A decoder-only transformer with RoPE, RMSNorm and a gated SiLU MLP.
 
-    Axis letters in brackets are those of `kvjax.types`. `windows` has one entry per layer: the number of
+    Axis letters in brackets are those of `kvjax.core.types`. `windows` has one entry per layer: the number of
     most recent positions that a query sees (itself included), or None for all of them.
     """
 
@@ -42,15 +46,22 @@ class Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
-            if getattr(self, name) < 1:
-                raise KvjaxError(f"config field {name} must be at least 1, got {getattr(self, name)}")
+            _check_integer(name, getattr(self, name), 1, LARGEST)
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.windows is not None and len(self.windows) != self.layers:
             raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
+        for window in self.windows or ():
+            if window is not None:
+                _check_integer("windows", window, 1, LARGEST)
+        for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
+            _check_integer("eos_ids or bos_id", token, 0, self.vocab_size - 1)
+        for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise KvjaxError(f"config field {name} must be true or false, got {getattr(self, name)!r:.80}")
         for name in ("norm_eps", "rope_theta", "rope_fraction"):
             x = getattr(self, name)
-            if not (isinstance(x, float | int) and math.isfinite(x) and x > 0):
+            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max):
                 raise KvjaxError(f"config field {name} must be a positive number, got {x!r}")
         if self.rope_fraction > 1:
             raise KvjaxError(f"config field rope_fraction is a share of a head, at most 1, got {self.rope_fraction}")
@@ -84,11 +95,18 @@ class Config:
     def from_json(cls, text: str) -> Config:
         """From the text of `to_json`; raises KvjaxError on a foreign or damaged file."""
         try:
-            raw: dict[str, Any] = json.loads(text)
+            raw: dict[str, Any] = documents.loads(text)
             scaling = raw.pop("rope_scaling", None)
             for name in ("windows", "eos_ids"):
                 if raw.get(name) is not None:
                     raw[name] = tuple(raw[name])
             return cls(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
-        except (TypeError, AttributeError, json.JSONDecodeError) as e:
+        except KvjaxError:
+            raise
+        except (TypeError, AttributeError, ValueError) as e:
             raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e
+
+
+def _check_integer(name: str, x: Any, least: int, most: int) -> None:
+    if not isinstance(x, numbers.Integral) or isinstance(x, bool) or not least <= x <= most:
+        raise KvjaxError(f"config field {name} must be an integer from {least} to {most}, got {x!r:.80}")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from kvjax.core.random import seeded
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.chat import ChatTemplate
@@ -76,5 +77,5 @@ def located(name: str) -> Any:
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """A model with random parameters: for tests and benchmarks, where only shapes and speed matter."""
-    params = jax.jit(lambda key: nn.unbox(init(config, key, dtype)))(jax.random.key(seed))
+    params = jax.jit(lambda key: nn.unbox(init(config, key, dtype)))(seeded(seed))
     return Model(config, params, name="random")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core import memory
+from kvjax.core import documents, memory
+from kvjax.core.files import replacing
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 
@@ -21,10 +21,11 @@ HEADER = "header"
 
 
 class Format(NamedTuple):
-    """What a kind of file is called in its header, and the version of it that is written and read."""
+    """What a kind of file is called in its header, the version of it that is written and read, and what it says."""
 
     name: str
     version: int
+    fields: Mapping[str, type]
 
 
 def write(
@@ -46,12 +47,8 @@ def write(
         **header,
     }
     save = np.savez_compressed if deflate else np.savez
-    fresh = path.with_name(path.name + ".partial")
-    with fresh.open("wb") as file:
+    with replacing(path) as file:
         save(file, **{HEADER: _bytes(json.dumps(header).encode())}, **{n: _bytes(x) for n, x in arrays.items()})
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
     return path
 
 
@@ -60,8 +57,11 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
     with Path(path).open("rb") as raw:  # NumPy leaves a file that is no archive open, if it opened it itself
         try:
             with np.load(raw, allow_pickle=False) as file:
-                header = json.loads(file[HEADER].tobytes())
+                header = documents.loads(file[HEADER].tobytes())
                 _check(header, path, form, model)
+                for name, kind in form.fields.items():
+                    if not isinstance(header[name], kind):
+                        raise TypeError(f"{name} is {header[name]!r:.80}")
                 return header, {name: _array(file[name], said) for name, said in header["arrays"].items()}
         except KvjaxError:
             raise
@@ -81,6 +81,8 @@ def _bytes(x: Any) -> np.ndarray:
 
 
 def _array(held: np.ndarray, said: Mapping[str, Any]) -> np.ndarray:
+    if not isinstance(said["host"], bool):
+        raise TypeError(f"host is {said['host']!r:.80}")
     return held.view(jnp.dtype(said["dtype"])).reshape(said["shape"])
 
 
@@ -99,10 +101,10 @@ def _weights(model: Model) -> str:
 
 def _check(header: Mapping[str, Any], path: str | Path, form: Format, model: Model) -> None:
     """Raises KvjaxError unless the file is of this kind and version, and of a model like this one."""
-    if (header["format"], header["version"]) != form:
+    if (header["format"], header["version"]) != (form.name, form.version):
         raise KvjaxError(
-            f"{path} has format {header['format']!r}, version {header['version']!r}, and this kvjax reads version "
-            f"{form.version} of {form.name!r}; read the documents again"
+            f"{path} has format {header['format']!r:.80}, version {header['version']!r:.80}, and this kvjax reads "
+            f"version {form.version} of {form.name!r}; read the documents again"
         )
     if header["model"] != _digest(model):
         raise KvjaxError(

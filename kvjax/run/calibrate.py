@@ -98,6 +98,8 @@ def calibrate(
     model: Model, kind: str, out: str | Path, documents: Prompts | None, rows: int = 1, source: str = ""
 ) -> Path:
     """Writes a table of this kind for the model, counted on the documents; source: what the file says of its origin."""
+    if not Path(out).parent.is_dir():
+        raise KvjaxError(f"there is no folder {Path(out).parent} to write {Path(out).name} into; make it first")
     layers, name = arrays(model, kind, documents, rows), kind.partition(":")[0]
     return given.write(out, name, specs(model.config)[0], layers, source or f"kvjax calibrate {kind} {model.name}")
 

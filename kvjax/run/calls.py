@@ -12,7 +12,7 @@ from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import forward
+from kvjax.run import forward, limits
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.plan import bind, checked
@@ -25,6 +25,7 @@ EXTEND = Program(forward.extend, static=("setting",))
 def logits(model: Model, ids: Prompts) -> Array:
     """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
     tokens, lengths = pad(token_ids(model, ids))
+    limits.check_result(model, *tokens.shape)
     out = UNCACHED(params=model.params, tokens=place(model, tokens, "B T"), setting=Setting(model.config, model.mesh))
     return out[:, : int(lengths.max())]
 
@@ -74,7 +75,9 @@ def fresh_inputs(
             f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
             f"prefill with capacity={need} or more"
         )
+    limits.check_fed(model, cache.plan, used, longest)
     tokens, lengths = pad(ids, min(width or longest, cache.capacity - used))
+    limits.check_result(model, *tokens.shape)
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
 
 

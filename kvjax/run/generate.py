@@ -6,18 +6,19 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
+from kvjax.core.random import seeded
 from kvjax.core.shown import shortened, sizes, table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import calls, stops
+from kvjax.run import calls, limits, stops
 from kvjax.run import prefill as prompt_runner
+from kvjax.run.finite import check_finite
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, Carry
 from kvjax.run.plan import bind, checked
@@ -205,6 +206,7 @@ def decoding(
     """
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    limits.check_decoding(model, cache, max_new_tokens)
     clock, stop = clock or Clock(), stops.strings(model, stop)
     prefill_seconds = clock.running
     eos = np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)
@@ -212,7 +214,7 @@ def decoding(
         BEGIN_BESIDE if keep else BEGIN,
         logits=last,
         cache=cache,
-        keys=row_keys(jax.random.key(seed), last.shape[0]),
+        keys=row_keys(seeded(seed), last.shape[0]),
         eos=jnp.asarray(eos),
         sampler=sampler,
         length=max_new_tokens,
@@ -245,6 +247,7 @@ def start(
     if cache is None:
         plan = bind(method, model.config)
         last, cache = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
+        check_finite(model, ids, last)
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")

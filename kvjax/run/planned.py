@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from kvjax.cache.contract import KVMethod, Layer, slots_of
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block
 from kvjax.models.config import Config
+from kvjax.run.forward import Plan
 from kvjax.run.plan import bind
 from kvjax.run.prompts import round_up
 
@@ -33,14 +35,19 @@ def planned_bytes(
     default as `prefill` does it; a second tier of precision has slots for so many tokens. No weights are needed. Where
     layers share a budget by what the prompt is like, it is counted as divided evenly.
     """
-    total, known = {"device": 0, "pinned_host": 0}, {}
     capacity = prompt if capacity is None else capacity
     width = min(round_up(prompt) if width is None else width, capacity)
-    for layer in bind(method, config):
-        slots = slots_of(layer, (prompt,), capacity)
-        alike = _unnumbered(layer), slots
+    plan = bind(method, config)
+    return bytes_of(plan, config, [slots_of(layer, (prompt,), capacity) for layer in plan], batch, width, dtype)
+
+
+def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any) -> dict[str, int]:
+    """`planned_bytes` of a method that is bound to every layer, and has so many slots in each."""
+    total, known = {"device": 0, "pinned_host": 0}, {}
+    for layer, held in zip(plan, slots, strict=True):
+        alike = _unnumbered(layer), held
         if alike not in known:
-            arrays, _ = abstract_state(layer, config, width, slots, batch, dtype)
+            arrays, _ = abstract_state(layer, config, width, held, batch, dtype)
             known[alike] = state_bytes(arrays)
         for kind, size in known[alike].items():
             total[kind] += size

@@ -16,7 +16,7 @@ from kvjax.cache.contract import Cache, slots_of
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import devices, forward, probe, reading
+from kvjax.run import devices, forward, limits, probe, reading
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
@@ -31,10 +31,18 @@ class Clock:
 
     def call(self, program: Program, **arguments: Any) -> Any:
         """Runs a program, and waits for what it gives."""
-        run, seconds = program.compile(**arguments)
-        self.compiling += seconds
-        start = time.perf_counter()
-        out = jax.block_until_ready(run(**program.traced(arguments)))
+        try:
+            run, seconds = program.compile(**arguments)
+            self.compiling += seconds
+            start = time.perf_counter()
+            out = jax.block_until_ready(run(**program.traced(arguments)))
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            raise KvjaxError(
+                f"there is not enough memory ({e}); give fewer or shorter prompts at a time, ask for fewer new tokens, "
+                "or use a method that holds less"
+            ) from e
         self.running += time.perf_counter() - start
         return out
 
@@ -107,6 +115,9 @@ def run(
     setting = Setting(model.config, model.mesh)
     slots = tuple(slots_of(layer, tuple(map(len, ids)), capacity) for layer in plan)
     piece = _piece_width(plan, chunk)
+    longest = max(map(len, ids))
+    padded = width or round_up(longest)
+    limits.check_prompts(model, plan, tuple(map(len, ids)), slots, capacity, padded, piece or padded)
     if piece is None and not any(n.all_layers or n.probe or n.neighbour for n in (layer.needs for layer in plan)):
         tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
         return clock.call(
@@ -119,7 +130,7 @@ def run(
             slots=slots,
             capacity=capacity,
         )
-    width = width or round_up(max(map(len, ids)))
+    width = width or round_up(longest)
     # Pieces of a method's own end where its slots do; those of `chunk` are equal, to share one program.
     tokens, lengths = pad(ids, width if chunk is None else round_up(width, chunk))
     lengths = place(model, lengths, "B")

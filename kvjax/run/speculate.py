@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core.random import seeded
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -123,7 +124,7 @@ def _decoded(
 ) -> Rounds:
     """All rounds, from what both have read."""
     eos = jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32))
-    keys = row_keys(jax.random.key(seed), first["logits"].shape[0])
+    keys = row_keys(seeded(seed), first["logits"].shape[0])
     rounds = clock.call(START, **first, keys=keys, eos=eos, sampler=s, length=length)
     settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
     both = {"params": model.params, "draft_params": drafter.params, "settings": settings}

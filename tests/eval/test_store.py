@@ -27,7 +27,15 @@ RUN = {
 
 
 def record(i, **more):
-    return {"method": "full", "task": "niah", "key": f"niah/{i}", "scores": [0.5], "predictions": ["ä\n\u2028"], **more}
+    return {
+        "method": "full",
+        "task": "niah",
+        "key": f"niah/{i}",
+        "scores": [0.5],
+        "bytes": {},
+        "predictions": ["ä\n\u2028"],
+        **more,
+    }
 
 
 def write(directory, *records, **changes):
@@ -68,7 +76,10 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
 
 def test_one_writer_at_a_time(tmp_path):
     with store.opened(tmp_path, RUN) as s:
-        with pytest.raises(KvjaxError, match="another process evaluates into"), store.opened(tmp_path, RUN):
+        with (
+            pytest.raises(KvjaxError, match="another process writes .*wait until it is done"),
+            store.opened(tmp_path, RUN),
+        ):
             pass
         s.append([record(0)])
         assert store.read(tmp_path) == [record(0)]  # reading needs no lock

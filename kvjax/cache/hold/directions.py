@@ -97,6 +97,9 @@ class SharedDirections(Tiers):
 
         return by_query_blocks(attend, q, q_pos, 512)
 
+    def shown(self, layer: Any, store: Merged) -> None:
+        """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
+
     def check(self, layer: Any) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         super().check(layer)

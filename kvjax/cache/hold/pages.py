@@ -115,6 +115,12 @@ class Pages(Apart):
         mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
         return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
 
+    def shown(self, layer: Any, store: Shelves) -> Block:
+        """All shelves in a row, for each head."""
+        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
+        return Block(k, v, self.positions(store))
+
     def check(self, layer: Any) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         m = layer.method

@@ -85,6 +85,9 @@ class Tiers(Apart):
     def positions(self, store: Low) -> Array:
         return store.pos
 
+    def shown(self, layer: Any, store: Low) -> Block:
+        return Block(self.k.decode(store.k), self.v.decode(store.v), store.pos)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tier(Tiers):

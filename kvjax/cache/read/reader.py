@@ -35,6 +35,7 @@ class Reader:
     stepwise = False  # whether fresh tokens must come one by one
     any_slot = True  # whether tokens may come and go in any order of slots
     chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
+    endless = False  # whether a query meets every token within a limited distance, as in `Needs`
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
 
     def begin(self, block: Block, spec: LayerSpec) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, KvjaxWarning
 from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.compare import compare
 from kvjax.eval.tasks import packaged, suite
@@ -41,19 +42,23 @@ def run(args: argparse.Namespace) -> None:
         framed(model, spec)  # without a template that is said now
     _warn(model, spec.lengths)
     methods = _at_equal_bytes(model, args.methods, shares, spec.lengths[0]) if shares else args.methods
-    how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed}
+    how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed, "rebuild": args.rebuild}
     try:
-        compare(model, methods, tasks, spec, args.out, **how, progress=progress(), left_out=_say)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KvjaxWarning)  # of positions, which `_warn` has told once for all methods
+            compare(model, methods, tasks, spec, args.out, **how, progress=progress(), left_out=_say)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
+    if (args.out / store.RUN).is_file() and (note := store.read_run(args.out).get("rebuilt")):
+        _say(note)
     summarise(args.out)
 
 
 def specification(args: argparse.Namespace) -> Spec:
     """The arguments as a Spec, checked."""
-    for name in ("contexts", "questions", "depths", "batch"):
-        if getattr(args, name) < 1:
-            raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, least in (("contexts", 1), ("questions", 1), ("depths", 1), ("batch", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise KvjaxError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.text is not None and not packaged.located(args.text).exists():
         raise KvjaxError(
             f"there is no file {args.text}; give --text a UTF-8 text, a folder of .txt files, or a name: "
@@ -128,4 +133,6 @@ def render(out: Path) -> None:
     """Renders the page of a run, also of one that is still going on, and says where it is."""
     from kvjax.eval.page import report
 
+    if (out / store.RECORDS).is_file() and not (out / store.RUN).is_file():
+        _say(f"{out} has records but no {store.RUN}, so that the page cannot say how they were made; {store.KEEP}")
     print(f"wrote {report.write(out)}")

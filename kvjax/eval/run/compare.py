@@ -29,14 +29,16 @@ def compare(
     speed: bool = False,
     progress: Progress | None = None,
     left_out: Callable[[str], None] | None = None,
+    rebuild: bool = False,
 ) -> list[dict[str, Any]]:
     """Asks every method all cases of the tasks -> one row per (method, task, length).
 
     methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`.
     The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in the folder `out`, where a run that was
     stopped goes on. seen: each question ends the prompt, so that a method sees it when it compresses; speed: measure it
-    too. left_out: is told of tasks that do not fit in a length, which are then left out. Raises KvjaxError before
-    anything runs for a method, task or length that cannot be.
+    too. left_out: is told of tasks that do not fit in a length, which are then left out. rebuild: go on with
+    records whose run.json is damaged or missing. Raises KvjaxError before anything runs for a method, task or length
+    that cannot be.
     """
     chosen = named(methods)
     tasks = suite.expand(tasks)
@@ -44,6 +46,6 @@ def compare(
     about = {"seed": spec.seed, "batch": batch, "seen": seen}
     run = store.describe(model, **about, methods=list(chosen), tasks=tasks, lengths=spec.lengths)
     times = spec.lengths if speed else ()
-    with store.opened(out, run) as records:
+    with store.opened(out, run, rebuild) as records:
         evaluate(model, methods, cases, records, **about, speed=times, progress=progress)
     return summary.rows(store.read(out))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -19,8 +18,12 @@ from typing import Any, BinaryIO
 
 import jax
 
+from kvjax.core import documents
+from kvjax.core.files import replacing
+from kvjax.core.lock import claim
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run.machine import machine, version
+from kvjax.eval.run.record import problem
 from kvjax.models import checkpoint
 from kvjax.models.model import Model, located
 
@@ -28,9 +31,18 @@ RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 PINNED = ("digest", "dtype", "seed", "batch", "seen", "device")  # a run is continued only under the same ones
 GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
 
-NEEDED = ("method", "task", "key")  # strings that every record has
 Key = tuple[str, str, str]
 """(method, task, key of the case)"""
+
+
+KEEP = (
+    "the records beside it are still good: if they are of this model and these options, run the same `kvjax eval` with "
+    "--rebuild, which writes it anew"
+)
+
+
+class Damaged(KvjaxError):
+    """A run.json that says nothing usable."""
 
 
 def key(record: Mapping[str, Any]) -> Key:
@@ -55,8 +67,14 @@ class Store:
         return self._records.get((method, task, case))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes a batch at once and waits until it is on disk; what is there already is left as it is."""
+        """Writes a batch at once and waits until it is on disk; what is there already is left as it is.
+
+        Raises KvjaxError, and writes nothing, for what could not be read again, such as a score beyond 1.
+        """
         new = [dict(r) for r in records if key(r) not in self._records]
+        for r in new:
+            if wrong := problem(r):
+                raise KvjaxError(f"the record of {r['method']} on {r['key']} {wrong}; mend the task or its metric")
         self._before()
         self._before = lambda: None
         lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in new)
@@ -67,24 +85,20 @@ class Store:
 
 
 @contextlib.contextmanager
-def opened(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]:
+def opened(directory: str | Path, run: Mapping[str, Any], rebuild: bool = False) -> Iterator[Store]:
     """The store of a new run, or of one to be continued; a torn last line, left by a killed process, is dropped.
 
-    run: what `describe` gives; run.json is written before the first record is. Raises KvjaxError when another process
-    writes there, when a line is damaged, and when the run that is there was another one.
+    run: what `describe` gives; run.json is written before the first record is. rebuild: records stay whose run.json is
+    damaged or missing, and it is written anew; without, that raises KvjaxError. So does another process that writes
+    there, a line that is damaged, and another run than the one that is there.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise KvjaxError(
-                f"another process evaluates into {directory}; wait for it, or choose another --out"
-            ) from None
-        run = _checked(directory, run)
+        claim(lock.fileno(), directory)
         path = directory / RECORDS
         records, good = _parse(path)
+        run = _checked(directory, run, records, rebuild)
         with path.open("ab") as file:
             if file.tell() != good:
                 file.truncate(good)
@@ -103,14 +117,17 @@ def read_run(directory: str | Path) -> dict[str, Any]:
     """What run.json says; raises KvjaxError if it is missing or damaged."""
     path = Path(directory) / RUN
     try:
-        run = json.loads(path.read_text())
-        if isinstance(run, dict):
-            return run
-        raise ValueError(f"a {type(run).__name__}, not an object")
+        run = documents.loads(path.read_bytes())
+        if not isinstance(run, dict):
+            raise ValueError(f"a {type(run).__name__}, not an object")
+        for names, kind in (((*GROWING, "resumed"), list), (("model", "started"), str)):
+            if wrong := [name for name in names if not isinstance(run.get(name, kind()), kind)]:
+                raise ValueError(f"{wrong[0]} is {run[wrong[0]]!r:.60}, not a {kind.__name__}")
+        return run
     except FileNotFoundError:
         raise KvjaxError(f"{directory} has no {RUN}; make it: kvjax eval --out {directory}") from None
     except ValueError as e:
-        raise KvjaxError(f"{path} is damaged ({e}); delete {directory}, or choose another --out") from e
+        raise Damaged(f"{path} is damaged ({e}); {KEEP}") from e
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -126,35 +143,51 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = documents.loads(line)
+        wrong = problem(record)
     except ValueError as e:
         wrong = f"is no JSON ({e})"
-    else:
-        if not isinstance(record, dict):
-            wrong = f"is {type(record).__name__}, not a record"
-        elif lacking := [name for name in NEEDED if not isinstance(record.get(name), str)]:
-            wrong = f"has no {lacking[0]!r} (a string)"
-        else:
-            return record
-    raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
+    if wrong:
+        raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
+    return record
 
 
-def _checked(directory: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked(
+    directory: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], rebuild: bool
+) -> Mapping[str, Any]:
     """What run.json shall say, after a check against what it says."""
     if (directory / RUN).is_file():
-        return _continued(read_run(directory), run, directory)
-    if (directory / RECORDS).is_file() and (directory / RECORDS).stat().st_size:
-        raise KvjaxError(f"{directory} has records but no {RUN}; delete {directory}, or choose another --out")
+        try:
+            return _continued(read_run(directory), run, directory)
+        except Damaged:
+            if not rebuild:
+                raise
+    elif records and not rebuild:
+        raise KvjaxError(f"{directory} has records but no {RUN}; {KEEP}")
+    if records:
+        run = _rebuilt(run, records)
+        _write(directory / RUN, run)
     return run
 
 
+def _rebuilt(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What run.json shall say of records that were made by a run of which nothing else is left."""
+    told = {
+        "methods": [r["method"] for r in records],
+        "tasks": [r["task"] for r in records if r["task"] != "speed"],
+        "lengths": [n for r in records if (n := r.get("about", {}).get("length")) is not None],
+    }
+    grown = {n: list(dict.fromkeys([*told[n], *run[n]])) for n in GROWING}
+    note = (
+        f"{RUN} was damaged or missing at {run['started']} and has been written anew; that the {len(records)} records "
+        f"of before were made under the same {', '.join(PINNED)} has not been checked"
+    )
+    return {**run, **grown, "rebuilt": note}
+
+
 def _write(path: Path, run: Mapping[str, Any]) -> None:
-    fresh = path.with_suffix(".partial")
-    with fresh.open("w") as file:
-        file.write(json.dumps(run, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps(run, indent=1).encode() + b"\n")
 
 
 def _continued(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -164,6 +197,8 @@ def _continued(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) 
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"
         )
+    if lacking := [n for n in GROWING if n not in old]:
+        raise Damaged(f"{directory / RUN} is damaged (it has no {lacking[0]}); {KEEP}")
     grown = {n: list(dict.fromkeys([*old[n], *new[n]])) for n in GROWING}
     again = {"at": new["started"], "kvjax": new["kvjax"], "machine": new["machine"]}
     return {**old, **grown, "resumed": [*old.get("resumed", ()), again]}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
-import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvjax.core import documents
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.texts import unended
@@ -33,16 +34,19 @@ def lines(path: Path, fields: Mapping[str, type], source: str) -> Iterator[dict[
     if not path.is_file():
         raise KvjaxError(f"{path} is missing; put {source}")
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _checked(line, f"{path}, line {number}", fields)
+    with opened(path, "rb") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _checked(line, f"{path}, line {number}", fields)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+            raise KvjaxError(f"{path} is damaged ({e}); copy it again") from e
 
 
-def _checked(line: str, where: str, fields: Mapping[str, type]) -> dict[str, Any]:
+def _checked(line: bytes, where: str, fields: Mapping[str, type]) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as e:
+        row = documents.loads(line)
+    except ValueError as e:
         raise KvjaxError(f"{where} is not JSON ({e}); copy the file again") from None
     if not isinstance(row, dict):
         raise KvjaxError(f"{where} is {type(row).__name__}, not an object with the fields {', '.join(fields)}")

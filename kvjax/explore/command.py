@@ -1,0 +1,62 @@
+"""What `kvjax explore` does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvjax.core.types import KvjaxError
+from kvjax.explore import page
+from kvjax.explore.record import explored
+from kvjax.methods.strings import named
+from kvjax.models.model import Model, load
+from kvjax.run.chat import chat_ids
+from kvjax.run.prompts import token_ids
+
+METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
+MOST = 4096  # tokens of a text: beyond, a page is too large to open
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("--model", default="testbed", help="as for the other commands (default: %(default)s)")
+    parser.add_argument("--methods", default=METHODS, help="method strings separated by ';' (default: %(default)s)")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
+    parser.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=32, help="most tokens of the answer (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, help="only so many first tokens of the text")
+    parser.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
+    methods = named(args.methods)
+    for name in ("steps", "tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    text = args.text.read_text(encoding="utf-8")
+    model = load(args.model, dtype=args.dtype)
+    ids = _ids(model, text, args)
+    found = explored(model, ids, list(methods), args.steps, _say)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    written = page.render(found, model.tokenizer, args.text.name)
+    size = args.out.write_bytes(written.encode("utf-8"))
+    counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
+    print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
+
+
+def _ids(model: Model, text: str, args: argparse.Namespace) -> list[int]:
+    if args.chat and args.tokens is not None:
+        raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
+    messages = [{"role": "user", "content": text}]
+    (ids,) = chat_ids(model, messages) if args.chat else token_ids(model, [text])
+    ids = ids[: args.tokens]
+    if len(ids) > MOST:
+        raise KvjaxError(f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST}; use --tokens {MOST}")
+    return ids
+
+
+def _say(method: str) -> None:
+    print(f"kvjax: reading under {method}", file=sys.stderr)

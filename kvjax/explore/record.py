@@ -1,0 +1,143 @@
+"""What methods make of each token of a text while the model answers: a record of each, on the same answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.contract import Cache, KVMethod, Layer
+from kvjax.cache.fates import fates
+from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.types import Array
+from kvjax.explore import state
+from kvjax.explore.watch import Watch, Watched, own_states
+from kvjax.methods.strings import Methods, named
+from kvjax.models.model import Model
+from kvjax.run.context import Context, read
+from kvjax.run.prompts import round_up
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Watching:
+    """What one method held at each of T steps, of P positions; see `kvjax.explore.state` for the codes."""
+
+    name: str
+    held: np.ndarray  # u8[L K T P], as the query of a step found it
+    off: np.ndarray  # u8[L K T P], how far key and value were from those that came
+    lost: np.ndarray  # f32[L K T], the share of the exact attention that falls on tokens that are gone
+    likeliest: list[int]  # the T tokens that it would put next, each after the same tokens before it
+    own: list[int]  # the answer that it would have written by itself
+    bytes: dict[str, int]  # of the prompt, by memory kind
+    aside: bool  # whether its reader keeps something beside the slots, which is not looked at
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Explored:
+    """A text, the answer of `full`, and what each method held while that answer was read token by token."""
+
+    model: str
+    groups: int  # query heads of each key/value head
+    prompt: list[int]
+    answer: list[int]  # T tokens
+    likeliest: list[int]  # those that the exact cache would put next, each after the tokens before it
+    attention: np.ndarray  # f32[L K T P], exact, of the answer's T tokens; the mean over a head's query heads
+    methods: list[Watching]
+
+
+def explored(
+    model: Model,
+    prompt: Sequence[int],
+    methods: Methods,
+    steps: int,
+    say: Callable[[str], None] = lambda what: None,
+) -> Explored:
+    """Reads a prompt under each method, and then the answer of `full`, one token at a time.
+
+    The answer has `steps` tokens, or ends with an end-of-sequence id. say: is told each method's name as it begins.
+    """
+    say("full")
+    capacity = round_up(len(prompt) + steps)
+    context = _begun(model, prompt, named("full")["full"], capacity)
+    answer = greedy(context, steps)
+    attention, likeliest = [], []
+    for token in answer:
+        context = context.feed([[token]], decoded=True)
+        likeliest.append(int(context.last.argmax()))
+        attention.append(_exact_attention(context.cache)[:, :, : len(prompt) + len(answer)])
+    exact = np.stack(attention, 2)
+    found = []
+    for name, method in named(methods).items():
+        say(name)
+        found.append(watched(_begun(model, prompt, method, capacity), name, answer, exact))
+    return Explored(model.name, model.config.groups, list(prompt), answer, likeliest, exact, found)
+
+
+def greedy(context: Context, steps: int) -> list[int]:
+    """The likeliest tokens one after the other, up to an end-of-sequence id, which is the last one."""
+    answer: list[int] = []
+    while len(answer) < steps:
+        answer.append(int(context.last.argmax()))
+        if answer[-1] in context.model.config.eos_ids:
+            break
+        if len(answer) < steps:
+            context = context.feed([answer[-1:]], decoded=True)
+    return answer
+
+
+def watched(context: Context, name: str, answer: Sequence[int], exact: np.ndarray) -> Watching:
+    """What the method of a watched context holds while it reads an answer; exact: the attention of `Explored`."""
+    layers = own_states(context.cache.layers)
+    own, size = greedy(context, len(answer)), state_bytes(layers)
+    aside = any(bool(jax.tree.leaves(getattr(layer, "aux", None))) for layer in layers)
+    before, seen, likeliest = _codes(context.cache), [], []
+    for token in answer:
+        context = context.feed([[token]], decoded=True)
+        after = _codes(context.cache)
+        seen.append(state.found(before, after, int(context.cache.length[0]) - 1))
+        likeliest.append(int(context.last.argmax()))
+        before = after
+    held, off = (np.stack(x, 2)[..., : exact.shape[3]] for x in zip(*seen, strict=True))
+    lost = np.where(held & state.HELD, 0, exact).sum(3)
+    return Watching(name, held, off, lost.astype(np.float32), likeliest, own, size, aside)
+
+
+def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int) -> Context:
+    return read(model, [list(prompt)], Watched(method, capacity), capacity=capacity)
+
+
+def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
+    """What a watched cache of one row holds: u8[L K C], twice, as `state` has it."""
+    found = [_look(_anywhere(layer.own), watch) for layer, watch in zip(cache.plan, cache.layers, strict=True)]
+    return tuple(np.stack([np.asarray(x) for x in both]) for both in zip(*found, strict=True))
+
+
+def _anywhere(layer: Layer) -> Layer:
+    """A layer without its place among the others, so that those that are alike share one program."""
+    spec = getattr(layer, "spec", None)
+    return layer if spec is None else dataclasses.replace(layer, spec=dataclasses.replace(spec, index=0))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _look(layer: Layer, watch: Watch) -> tuple[Array, Array]:
+    exact = max(1e-6, float(jnp.finfo(watch.k.dtype).eps) / 8)
+    return state.coded(fates(layer, watch.own, watch.came), watch.notes, exact)
+
+
+def _exact_attention(cache: Cache) -> np.ndarray:
+    """f32[L K C]: the exact attention of a watched cache's last token, the mean over each head's query heads."""
+    layers = zip(cache.plan, cache.layers, strict=True)
+    return np.stack([np.asarray(_weights(watch, cache.length, layer.spec.window)) for layer, watch in layers])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _weights(watch: Watch, length: Array, window: int | None) -> Array:
+    came = watch.came
+    seen = visible(came.pos, length[:, None] - 1, window)
+    p, _, l = weights(jnp.where(seen, scores(watch.q, came.k), NEG))
+    return (p / l[..., None])[0, :, :, 0].mean(1)

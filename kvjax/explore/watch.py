@@ -1,0 +1,111 @@
+"""A method under observation: it works as ever, and its state also holds what the decoder brought."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import KVMethod, Layer, LayerSpec, Needs, Traits
+from kvjax.cache.fates import places
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, pytree
+from kvjax.explore.notes import Notes, noted
+
+
+@pytree
+class Watch:
+    """The state of a watched layer: its own, and what came."""
+
+    own: Any
+    k: Array  # [B K C H], the key that came for each position, after RoPE
+    v: Array  # [B K C H]
+    q: Array  # [B K G 1 H], of the last token that was kept
+    notes: Notes
+
+    @property
+    def came(self) -> Block:
+        """All tokens so far, each at its position; what lies behind the last one means nothing."""
+        at = jnp.arange(self.k.shape[2], dtype=jnp.int32)
+        return Block(self.k, self.v, jnp.broadcast_to(at, (self.k.shape[0], 1, at.shape[0])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A method under observation, for rows of up to `capacity` tokens."""
+
+    method: KVMethod
+    capacity: int
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the method."""
+        return self.method.traits
+
+    def bind(self, spec: LayerSpec) -> WatchedLayer:
+        """The method in one layer; raises KvjaxError for a model that it cannot serve."""
+        return WatchedLayer(self.method.bind(spec), spec, self.capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedLayer:
+    """A layer under observation. It hands everything on, and keeps a copy of the keys, the values and a query."""
+
+    own: Layer
+    spec: LayerSpec
+    capacity: int
+
+    @property
+    def needs(self) -> Needs:
+        """Those of the layer itself."""
+        return self.own.needs
+
+    def slots(self, prompt: int, room: int) -> int:
+        """Those of the layer itself."""
+        return self.own.slots(prompt, room)
+
+    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Watch:
+        """The state after a prompt; what the method folds together, and chooses to stand for others, is noted."""
+        B, K, T, H = block.k.shape
+        layer, noting = noted(self.own)
+        state = layer.prefill(block, seen, slots)
+        later = [(0, 0), (0, 0), (0, self.capacity - T), (0, 0)]
+        q = jnp.zeros((B, K, self.spec.groups, 1, H), block.k.dtype)
+        return Watch(state, jnp.pad(block.k, later), jnp.pad(block.v, later), q, noting.notes(B, K, self.capacity))
+
+    def extend(self, state: Watch, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Watch, Any]:
+        """`Layer.extend`."""
+        out, own, carry = self.own.extend(state.own, q, fresh, commit, carry)
+        state = dataclasses.replace(state, own=own)
+        if not commit:
+            return out, state, carry
+        kept = fresh.first(commit)
+        at = places(kept.pos, state.k.shape)
+        k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
+        return out, dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit]), carry
+
+    def positions(self, state: Watch) -> Array:
+        """Those of the layer itself."""
+        return self.own.positions(state.own)
+
+    def measure(self, block: Block, seen: Obs | None) -> Array:
+        """See `MeasuredLayer`."""
+        return self.own.measure(block, seen)
+
+    def shares(self, measures: Array, lengths: Array) -> Array:
+        """See `MeasuredLayer`."""
+        return self.own.shares(measures, lengths)
+
+    def holding(self, kept: int, room: int) -> int:
+        """See `MeasuredLayer`."""
+        return self.own.holding(kept, room)
+
+    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
+        """See `ProbedLayer`."""
+        return self.own.look(block, start, seen, fresh, before)
+
+
+def own_states(layers: tuple[Watch, ...]) -> tuple[Any, ...]:
+    """What the method itself holds of all layers."""
+    return tuple(state.own for state in layers)

@@ -1,0 +1,46 @@
+"""What others wrote, and what is written for others: JSON, names on a terminal, whole files."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvjax.core import documents
+from kvjax.core.files import replacing
+from kvjax.core.types import KvjaxError, printable
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LESS_DEEP = '{"a":' * 300 + "1" + "}" * 300  # which Python reads, and then cannot show or copy everywhere
+
+
+@pytest.mark.parametrize("content", [DEEP, DEEP.encode(), LESS_DEEP, "{", b"\xff{}", "1" * 5000, ""])
+def test_what_is_no_json_is_a_value_error(content):
+    with pytest.raises(ValueError):
+        documents.loads(content)
+    with pytest.raises(KvjaxError, match="^here is not valid JSON .*; copy it again$"):
+        documents.parsed(content, "here")
+
+
+def test_what_is_json_comes_back():
+    brackets = [[[]] * 3 for _ in range(documents.DEEPEST)]
+    assert documents.loads(str(brackets)) == brackets
+    assert documents.parsed('{"ä": "[[["}'.encode(), "here") == {"ä": "[[["}
+    with pytest.raises(KvjaxError, match="here does not hold a JSON object; do this"):
+        documents.parsed("[1]", "here", "do this")
+
+
+def test_escape_codes_are_spelled_out():
+    name = "\x1b[31mred\x07\n\u202e\x9b"
+    assert printable(name) == "\\x1b[31mred\\x07\\n\\u202e\\x9b"
+    assert str(KvjaxError(f"{name}: naïve → 日本")) == "\\x1b[31mred\\x07\n\\u202e\\x9b: naïve → 日本"
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(OSError, match="full"), replacing(path) as file:
+        file.write(b"half of the n")
+        raise OSError("full")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    with replacing(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]

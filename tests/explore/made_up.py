@@ -1,0 +1,61 @@
+"""A record that no model made, of a text that would like to be code, and pages of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.explore import state
+from kvjax.explore.record import Explored, Watching
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "<img src=x onerror=alert(2)>",
+    "\u2028\u2029",
+    "\"'`${alert(3)}",
+    "@@data@@",
+    "]]>&lt;&amp;",
+    "\x00\ufffd",
+    "",
+    "\n",
+)
+
+
+class Words:
+    """A tokenizer whose token i is a word of its own."""
+
+    def __init__(self, words: tuple[str, ...] = HOSTILE):
+        self.words = words
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.words[i % len(self.words)] for i in ids)
+
+
+def record(
+    prompt: int = 30, steps: int = 4, layers: int = 2, heads: int = 3, methods: tuple[str, ...] = ("full", "a<b>", "c")
+) -> Explored:
+    """Tokens leave by chance, and attention is drawn: only shapes and sizes are like those of a model."""
+    rng, P = np.random.default_rng(0), prompt + steps
+    now = np.arange(prompt, P)[None, None, :, None]
+    there = np.arange(P) <= now
+    attention = np.where(there, np.exp(2.5 * rng.normal(size=(layers, heads, steps, P))), 0)
+    attention = (attention / attention.sum(-1, keepdims=True)).astype(np.float32)
+    watched = [watching(name, i, attention, prompt) for i, name in enumerate(methods)]
+    text = list(range(prompt))
+    return Explored("a <b>model</b>", 2, text, list(range(steps)), list(range(1, steps + 1)), attention, watched)
+
+
+def watching(name: str, number: int, attention: np.ndarray, prompt: int) -> Watching:
+    """A method of which every `number + 1`-th token stays; the second has it on the host, the third in few bits."""
+    layers, heads, steps, P = attention.shape
+    at, now = np.arange(P), np.arange(prompt, P)[:, None]
+    stays = (at % (number + 1) == 0) | (at >= now - 3)
+    held = np.where(stays & (at <= now), state.HELD, 0).astype(np.uint8)
+    held |= np.where(held > 0, (0, state.KEY_HOST | state.VALUE_HOST, state.REPRESENTS)[number % 3], 0).astype(np.uint8)
+    held[0] |= np.where((held[0] > 0) & (held[1] == 0), state.LEAVES, 0).astype(np.uint8)
+    held = np.broadcast_to(held, attention.shape).copy()
+    off = np.where((held > 0) & (at < prompt - 5), (0, 0, 5 * 16 + 7)[number % 3], 0).astype(np.uint8)
+    lost = np.where(held & state.HELD, 0, attention).sum(-1).astype(np.float32)
+    says = list(range(2, steps + 2))
+    size = {"device": 10240, "pinned_host": 2048 * number}
+    return Watching(name, held, off, lost, says, [0, 2, 2], size, number == 1)

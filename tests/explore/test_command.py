@@ -1,0 +1,59 @@
+"""`kvjax explore` as a user meets it, on the shipped model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+import pytest
+
+from kvjax.core.types import KvjaxError
+from kvjax.explore import command
+from kvjax.models.model import load
+
+TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
+
+
+@pytest.fixture
+def explore(tmp_path):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
+    given = ["--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
+    return lambda *args: command.run(parser.parse_args([*given, *args]))
+
+
+def test_it_writes_a_page_and_says_how_large_it_is(explore, tmp_path, capsys):
+    explore("--methods", "full; snapkv:budget=20", "--steps", "3")
+    written = tmp_path / "new" / "page.html"
+    shown = capsys.readouterr()
+    tokens = len(load("testbed").tokenizer.encode(TEXT))
+    assert re.search(rf"wrote .*page\.html, 0\.\d MB: {tokens} tokens, 3 steps, 2 methods\n", shown.out)
+    assert "reading under snapkv:budget=20" in shown.err
+    data = json.loads(re.search(r'id="data">(.*?)</script>', written.read_text(encoding="utf-8"), re.S)[1])
+    assert "".join(data["tokens"]).startswith(TEXT) and [m["name"] for m in data["methods"]] == [
+        "full",
+        "snapkv:budget=20",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--tokens", "-3"], "--tokens must be at least 1, got -3"),
+        (["--methods", "snapk"], "did you mean 'snapkv'"),
+        (["--chat", "--tokens", "3"], "--tokens would cut the end of a conversation off"),
+        (["--chat"], "this model has no chat template"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_what_can(explore, args, says):
+    with pytest.raises(KvjaxError, match=says):
+        explore(*args)
+
+
+def test_a_text_that_no_page_could_show_is_refused(explore, tmp_path):
+    (tmp_path / "text.py").write_text("x = 1\n" * command.MOST, encoding="utf-8")
+    with pytest.raises(KvjaxError, match=f"a page shows at most {command.MOST}; use --tokens {command.MOST}"):
+        explore()

@@ -1,0 +1,89 @@
+"""What no machine holds is refused before it is made, and what no model was made for is said."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.core import memory
+from kvjax.core.types import KvjaxWarning
+from kvjax.run import limits
+from kvjax.run.prefill import Clock
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=1, max_positions=64)
+INFLLM = "infllm:local=32,sinks=4,block=8,chunk=8"
+
+
+def ids(count):
+    return [np.arange(count) % 97]
+
+
+def small(monkeypatch, **sizes):
+    """As if the machine had so little memory."""
+    there = memory.Installed(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
+    monkeypatch.setattr(memory, "installed", lambda devices: there)
+
+
+def test_what_is_installed_is_known():
+    found = memory.installed(jax.devices())
+    assert found.shared and (found.host is None or found.host > 2**28) and found.device == found.host
+
+
+def test_a_cache_beyond_32_bits_is_refused():
+    for new in (2**31, 10**12, 10**20):
+        with pytest.raises(KvjaxError, match="positions are 32-bit integers; ask for fewer new tokens"):
+            kvjax.generate(MODEL, ids(4), "full", max_new_tokens=new)
+
+
+def test_a_cache_that_cannot_fit_says_what_it_needs(monkeypatch):
+    small(monkeypatch)
+    with pytest.raises(KvjaxError, match=r"1 rows of up to 4 tokens in a cache for 1,024 take at least 0\.\d GB"):
+        kvjax.generate(MODEL, ids(4), "full", max_new_tokens=1000)
+    with pytest.raises(KvjaxError, match="in a cache for 1,024 take at least"):
+        kvjax.prefill(MODEL, ids(4), "offload", capacity=1024)
+    with pytest.raises(KvjaxError, match="the logits of 1 rows of 192 tokens take at least"):
+        kvjax.logits(MODEL, ids(140))
+    kvjax.prefill(MODEL, ids(4), "streaming_llm:recent=20", capacity=1024)  # which holds 24 tokens
+
+
+def test_host_memory_counts_apart_where_it_is_another(monkeypatch):
+    small(monkeypatch, shared=False, host=None)
+    with pytest.raises(KvjaxError, match="take at least"):
+        kvjax.prefill(MODEL, ids(4), "full", capacity=1024)
+    kvjax.prefill(MODEL, ids(4), "offload", capacity=1024)
+
+
+def test_running_out_of_memory_is_an_error_with_a_remedy():
+    class Greedy:
+        def compile(self, **arguments):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    with pytest.raises(KvjaxError, match="not enough memory .*9 bytes.*fewer or shorter prompts"):
+        Clock().call(Greedy())
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt", "fed"),
+    [("full", True, True), ("streaming_llm:recent=20", True, False), (INFLLM, False, False)],
+)
+def test_positions_that_the_model_does_not_know(method, prompt, fed):
+    """streaming_llm reads a prompt in full, and only then counts positions inside its cache."""
+
+    def warns(wanted):
+        return pytest.warns(KvjaxWarning, match="beyond the 64 positions") if wanted else warnings.catch_warnings()
+
+    with warns(False):
+        context = kvjax.read(MODEL, ids(60), method)
+    with warns(fed):
+        context.feed(ids(8))
+    with warns(fed):
+        limits.check_decoding(MODEL, context.cache, 5)
+    limits.check_decoding(MODEL, context.cache, 4)
+    with warns(prompt):
+        kvjax.prefill(MODEL, ids(65), method)
