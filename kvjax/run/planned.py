@@ -56,8 +56,9 @@ def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width
 
 def _unnumbered(layer: Layer) -> Layer:
     """The layer without its number where it has one: layers that hold equally many slots hold equally many bytes."""
-    spec = getattr(layer, "spec", None)
-    return layer if spec is None else dataclasses.replace(layer, spec=dataclasses.replace(spec, index=0))
+    if "spec" not in getattr(layer, "__dataclass_fields__", ()):
+        return layer
+    return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, index=0))
 
 
 def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:
