@@ -161,17 +161,24 @@ def _slides(types: Any, layers: int) -> list[bool]:
 def _eos(values: Raw, generation: Raw) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json overrides config.json, as in transformers' `generate`."""
     key = "eos_token_id"
-    said = [x for x in (generation.get(key), values[key]) if x is not None]
-    return [*(_ids(values, key, x if isinstance(x, list) else [x]) for x in said), ()][0]
+    both = [_ids(values, key, said) for said in (generation.get(key), values[key]) if said is not None]
+    return both[0] if both else ()
 
 
 def _bos(values: Raw) -> int | None:
-    x = values["bos_token_id"]
-    return next(iter(_ids(values, "bos_token_id", [] if x is None else [x])), None)
+    key = "bos_token_id"
+    if values[key] is None:
+        return None
+    known = _ids(values, key, values[key])
+    return known[0] if known else None
 
 
-def _ids(values: Raw, key: str, ids: list[Any]) -> tuple[int, ...]:
-    """The ids, each once; those beyond the vocabulary, as defaults may be, can be neither read nor generated."""
+def _ids(values: Raw, key: str, said: Any) -> tuple[int, ...]:
+    """The one id that is said, or each of a list once.
+
+    Those beyond the vocabulary, as defaults may be, are left out: they can be neither read nor generated.
+    """
+    ids = said if isinstance(said, list) else [said]
     if bad := [i for i in ids if not _is_integer(i) or i < 0]:
         raise KvjaxError(
             f"config.json or generation_config.json: {key} must name tokens by their ids, got {bad[0]!r:.80}; copy "

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from kvjax.core import program
+from kvjax.methods.catalogue import RECIPES
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -30,3 +31,12 @@ def few_programs():
     yield
     if next(_count) % 8 == 0:
         program.forget_many(20_000)
+
+
+@pytest.fixture
+def clean_catalogue():
+    """What a test registers is gone when it ends."""
+    before = dict(RECIPES)
+    yield
+    for name in set(RECIPES) - set(before):
+        del RECIPES[name]

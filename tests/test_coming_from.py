@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.methods.catalogue import RECIPES
 from kvjax.models.chat import ChatTemplate
 from kvjax.testing import toy_model
+from tests.test_documents import BLOCK
 from tests.test_public_eviction import METHODS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text(encoding="utf-8")
@@ -98,14 +98,6 @@ def test_what_a_window_over_all_layers_hides_can_be_dropped():
     assert dropped.tokens == exact.tokens and dropped.bytes["device"] < exact.bytes["device"]
 
 
-@pytest.fixture
-def clean_catalogue():
-    before = dict(RECIPES)
-    yield
-    for name in set(RECIPES) - set(before):
-        del RECIPES[name]
-
-
 def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_catalogue):
     """A toy model stands for those that are loaded, and a line for the chat template."""
     shipped = kvjax.load("testbed")
@@ -115,7 +107,7 @@ def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_catalogue
     monkeypatch.setattr(kvjax, "load", lambda name: model)
     monkeypatch.chdir(tmp_path)
     values: dict = {"__name__": "document"}
-    for code in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
+    for code in BLOCK.findall(PAGE):
         exec(compile(code, "document", "exec", dont_inherit=True), values)
     length = int(values["context"].cache.length[0])
     kept = [[len(heads[0]) for heads in layer] for layer in values["quarter"].kept_positions()]

@@ -25,14 +25,6 @@ def blocks(page: str) -> list[str]:
     return BLOCK.findall((ROOT / page).read_text())
 
 
-@pytest.fixture
-def clean_catalogue():
-    before = dict(RECIPES)
-    yield
-    for name in set(RECIPES) - set(before):
-        del RECIPES[name]
-
-
 @pytest.mark.parametrize(
     "code", [b for page in ("README.md", "CONTRIBUTING.md") for b in blocks(page) if "@recipe" in b]
 )

@@ -186,6 +186,13 @@ class Cache:
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
 
 
+def unnumbered(layer: Layer) -> Layer:
+    """The layer without its place among the others, where it has one: layers that are alike are then equal."""
+    if "spec" not in getattr(layer, "__dataclass_fields__", ()):
+        return layer
+    return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, index=0))
+
+
 def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:
     """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per row.
 

@@ -126,13 +126,17 @@ class StateOperations:
     def errors(self, state: LayerState, came: Block) -> tuple[Array, Array]:
         """Of the slots, then of what is held apart: how far what is read is from what came, of keys and of values."""
         here = gather(came, state.pos)
-        found = [(off(self.k.decode(state.k), self.as_held(here)), off(self.v.decode(state.v), here.v))]
-        if state.apart is not None:
-            there = gather(came, self.method.apart.positions(state.apart))
-            read = self.method.apart.shown(self, state.apart)
-            untold = jnp.full(there.k.shape[:3], jnp.nan)
-            found.append((untold,) * 2 if read is None else (off(read.k, there.k), off(read.v, there.v)))
-        return tuple(jnp.concatenate(x, 2) for x in zip(*found, strict=True))
+        keys = off(self.k.decode(state.k), self.as_held(here))
+        values = off(self.v.decode(state.v), here.v)
+        if state.apart is None:
+            return keys, values
+        there = gather(came, self.method.apart.positions(state.apart))
+        read = self.method.apart.shown(self, state.apart)
+        if read is None:
+            other_keys = other_values = jnp.full(there.k.shape[:3], jnp.nan)
+        else:
+            other_keys, other_values = off(read.k, there.k), off(read.v, there.v)
+        return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
 
     def check_shared(self) -> None:
         """A prefix is read in full, and stays as it is."""

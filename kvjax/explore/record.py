@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import Cache, KVMethod, Layer
+from kvjax.cache.contract import Cache, KVMethod, Layer, unnumbered
 from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
@@ -111,14 +111,10 @@ def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int)
 
 def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
     """What a watched cache of one row holds: u8[L K C], twice, as `state` has it."""
-    found = [_look(_anywhere(layer.own), watch) for layer, watch in zip(cache.plan, cache.layers, strict=True)]
-    return tuple(np.stack([np.asarray(x) for x in both]) for both in zip(*found, strict=True))
-
-
-def _anywhere(layer: Layer) -> Layer:
-    """A layer without its place among the others, so that those that are alike share one program."""
-    spec = getattr(layer, "spec", None)
-    return layer if spec is None else dataclasses.replace(layer, spec=dataclasses.replace(spec, index=0))
+    layers = zip(cache.plan, cache.layers, strict=True)
+    # Without their numbers layers that are alike share one program.
+    held, off = zip(*(_look(unnumbered(layer.own), watch) for layer, watch in layers), strict=True)
+    return np.stack(jax.device_get(held)), np.stack(jax.device_get(off))
 
 
 @functools.partial(jax.jit, static_argnums=0)

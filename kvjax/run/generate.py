@@ -168,7 +168,7 @@ class Decoding:
     def _end_rows(self) -> None:
         """Ends the rows whose text has a stop string."""
         if self.stop:
-            found = np.array([any(s in text for s in self.stop) for text in map(self._text, self._rows())])
+            found = np.array([stops.has_one(self._text(row), self.stop) for row in self._rows()])
             self.carry = dataclasses.replace(self.carry, done=self.carry.done | found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import KVMethod, Layer, slots_of
+from kvjax.cache.contract import KVMethod, Layer, slots_of, unnumbered
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block
 from kvjax.models.config import Config
@@ -45,20 +44,13 @@ def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width
     """`planned_bytes` of a method that is bound to every layer, and has so many slots in each."""
     total, known = {"device": 0, "pinned_host": 0}, {}
     for layer, held in zip(plan, slots, strict=True):
-        alike = _unnumbered(layer), held
+        alike = unnumbered(layer), held  # equally many slots then take equally many bytes
         if alike not in known:
             arrays, _ = abstract_state(layer, config, width, held, batch, dtype)
             known[alike] = state_bytes(arrays)
         for kind, size in known[alike].items():
             total[kind] += size
     return total
-
-
-def _unnumbered(layer: Layer) -> Layer:
-    """The layer without its number where it has one: layers that hold equally many slots hold equally many bytes."""
-    if "spec" not in getattr(layer, "__dataclass_fields__", ()):
-        return layer
-    return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, index=0))
 
 
 def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:

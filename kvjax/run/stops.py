@@ -27,6 +27,11 @@ def strings(model: Model, stop: Stop) -> tuple[str, ...]:
     return given
 
 
+def has_one(text: str, stop: Sequence[str]) -> bool:
+    """Whether one of the strings appears in a text."""
+    return any(s in text for s in stop)
+
+
 def before(text: str, stop: Sequence[str]) -> str:
     """A text up to the first of the strings, all of it where none appears."""
     return text[: min((text.find(s) for s in stop if s in text), default=len(text))]
@@ -35,11 +40,10 @@ def before(text: str, stop: Sequence[str]) -> str:
 def shortest(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> list[int]:
     """The fewest first tokens whose text has one of the strings, all where none appears."""
 
-    def has_one(count: int) -> bool:
-        text = tokenizer.decode(tokens[:count])
-        return any(s in text for s in stop)
+    def enough(count: int) -> bool:
+        return has_one(tokenizer.decode(tokens[:count]), stop)
 
-    return list(tokens[: bisect.bisect_left(range(len(tokens)), True, key=has_one)])
+    return list(tokens[: bisect.bisect_left(range(len(tokens)), True, key=enough)])
 
 
 def settled(text: str, stop: Sequence[str]) -> str:

@@ -189,7 +189,7 @@ def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
     assert kvjax.name_of(kvjax.Method()) == "full"
 
 
-FLOORS = ("core", "models", "cache", "methods", "run", "eval")
+FLOORS = ("core", "models", "cache", "methods", "run", "eval", "explore")
 """From the ground up; what stands on none of them, such as the command line, may import all."""
 
 

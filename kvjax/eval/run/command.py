@@ -24,6 +24,9 @@ from kvjax.models.model import Model, load
 CSV = "summary.csv"
 WIDTH = 112  # columns that the table needs, whatever the terminal says
 
+LEAST = {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}
+"""What the numbers among the arguments must at least be."""
+
 
 def run(args: argparse.Namespace) -> None:
     """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can."""
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 def specification(args: argparse.Namespace) -> Spec:
     """The arguments as a Spec, checked."""
-    for name, least in (("contexts", 1), ("questions", 1), ("depths", 1), ("batch", 1), ("seed", 0)):
+    for name, least in LEAST.items():
         if getattr(args, name) < least:
             raise KvjaxError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.text is not None and not packaged.located(args.text).exists():

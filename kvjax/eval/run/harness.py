@@ -14,6 +14,7 @@ from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.run import stops
 from kvjax.run.context import Context, read
 from kvjax.run.generate import Result, generate
 from kvjax.run.planned import planned_bytes
@@ -194,5 +195,4 @@ def text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
     """What was answered: no more than was asked for, without end tokens, up to the first stop."""
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
-    whole = model.text_tokenizer().decode(ids, skip_special_tokens=False)
-    return whole[: min((at for at in map(whole.find, ask.stop) if at >= 0), default=len(whole))]
+    return stops.before(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)

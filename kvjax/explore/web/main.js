@@ -94,7 +94,8 @@ const begin = () => {
   sides = at.sides.map((_, i) => new Side(i, change));
   byId("sides").append(...sides.map((side) => side.root));
   byId("detail").append(made("p", "", "Point at a token, tap it, or walk to it with the arrow keys: what has become of it is said here."));
-  for (const name of ["layer", "head"]) byId(name).addEventListener("change", (event) => change({ [name]: Number(event.target.value) }));
+  byId("layer").addEventListener("change", (event) => change({ layer: Number(event.target.value) }));
+  byId("head").addEventListener("change", (event) => change({ head: Number(event.target.value) }));
   byId("step").addEventListener("input", (event) => change({ step: Number(event.target.value) - 1 }));
   byId("back").addEventListener("click", () => change({ step: at.step - 1 }));
   byId("forth").addEventListener("click", () => change({ step: at.step + 1 }));
