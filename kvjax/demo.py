@@ -54,7 +54,7 @@ def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
     for name, method in track(named(methods).items(), "methods", transient=True):
         found = asked.quality(method)
         reference = found.likeliest if reference is None else reference
-        speed = generate(asked.model, asked.contexts, method, max_new_tokens=NEW_TOKENS, eos_ids=())
+        speed = generate(asked.model, asked.contexts, method, max_new_tokens=NEW_TOKENS, eos_ids=(), loop="while")
         yield Row(
             name,
             found.right,

@@ -12,8 +12,9 @@ from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import parts_of
-from kvjax.run import prefill
+from kvjax.run.by_layer import LAYER
 from kvjax.run.forward import Setting
+from kvjax.run.passes import Whole, sites
 from kvjax.run.plan import bind
 from kvjax.testing import toy_model
 from tests.contract.layer import QUICK
@@ -137,12 +138,15 @@ def test_a_prompt_prefilled_in_chunks_is_compressed_as_a_whole(model, method, ch
 
 
 def test_accumulated_attention_never_holds_queries_times_keys():
-    """The largest array of the compiled prefill stays below T x T for one head."""
+    """The largest array of a layer's compiled prefill stays below T x T for one head."""
     model, T = toy_model(layers=1), 4096
-    plan = bind("accumulated:budget=64", model.config)
-    static = {"setting": Setting(model.config), "plan": plan, "slots": (64,), "capacity": T}
-    args = {"params": model.params, "tokens": jnp.zeros((1, T), jnp.int32), "lengths": jnp.array([T], jnp.int32)}
-    stats = prefill.WHOLE.compile(**args, **static)[0].memory_analysis()
+    c = model.config
+    (site,) = sites(bind("accumulated:budget=64", c), c, (64,))
+    angles = jnp.zeros((1, T, c.head_dim // 2))
+    given = {"params": model.params["layer_0"], "x": jnp.zeros((1, T, c.width)), "angles": (angles, angles)}
+    work = Whole(jnp.array([T], jnp.int32), T, None)
+    program, _ = LAYER.compile(**given, work=work, mine=None, carry=None, setting=Setting(c), site=site)
+    stats = program.memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 
 

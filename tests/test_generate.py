@@ -10,8 +10,9 @@ import pytest
 import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.run import forward
-from kvjax.run.loop import UNTIL
-from kvjax.run.prefill import WHOLE
+from kvjax.run.by_layer import LAYER_IN_PLACE
+from kvjax.run.generate import LOOPS
+from kvjax.run.loop import AFTER, UNTIL
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
@@ -54,13 +55,14 @@ def test_cached_greedy_is_uncached_greedy(model, method):
     "method", ["full", "kcache:n=2", "specache:bits=1,group=8,residual=8,topk=3", "h2o:heavy=3,recent=2"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_while_scan_and_stream_make_the_same_tokens(model, method, temperature):
+def test_every_loop_and_stream_make_the_same_tokens(model, method, temperature):
     options = {"max_new_tokens": 9, "temperature": temperature, "seed": 5, "eos_ids": ()}
     parsed = kvjax.parse(method)
-    loop = kvjax.generate(model, PROMPTS, parsed, **options)
-    assert kvjax.generate(model, PROMPTS, parsed, loop="scan", **options).tokens == loop.tokens
-    streamed = list(kvjax.stream(model, PROMPTS, parsed, **options))
-    assert [list(row) for row in zip(*streamed, strict=True)] == loop.tokens
+    first, *others = (kvjax.generate(model, PROMPTS, parsed, loop=loop, **options) for loop in LOOPS)
+    assert [other.tokens for other in others] == [first.tokens] * 2
+    for loop in ("layers", "while"):
+        streamed = list(kvjax.stream(model, PROMPTS, parsed, loop=loop, **options))
+        assert [list(row) for row in zip(*streamed, strict=True)] == first.tokens
 
 
 def test_offload_is_full_bit_for_bit(model):
@@ -143,18 +145,19 @@ def test_one_trace_serves_prompts_of_one_size():
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), setting)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.zoo.full(), capacity=64)
-    before = len(WHOLE._done)
+    before = len(LAYER_IN_PLACE._done)
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
-    assert len(WHOLE._done) == before
+    assert len(LAYER_IN_PLACE._done) == before
 
 
-def test_sampling_numbers_do_not_recompile(model):
-    args = {"max_new_tokens": 4, "eos_ids": ()}
+@pytest.mark.parametrize(("loop", "program"), [("while", UNTIL), ("layers", AFTER)])
+def test_sampling_numbers_do_not_recompile(model, loop, program):
+    args = {"max_new_tokens": 4, "eos_ids": (), "loop": loop}
     kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.5, top_k=4, **args)
-    before = len(UNTIL._done)
+    before = len(program._done)
     kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.9, top_k=7, **args)
-    assert len(UNTIL._done) == before
+    assert len(program._done) == before
 
 
 def test_bytes_of_the_result_are_the_states(model):

@@ -29,7 +29,7 @@ class Ours:
 
     def begin(self, context: kvjax.Context, room: int) -> None:
         """Starts decoding `room` tokens behind a context, which is used up; one more comes from its logits."""
-        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), use_up=True)
+        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", use_up=True)
 
     def decode(self, steps: int) -> float:
         """Decodes `steps` more tokens per row; returns seconds, compilation apart."""

@@ -13,6 +13,7 @@ and so must a number without axes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -186,11 +187,55 @@ class Cache:
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
 
 
+class NumberRead(Exception):
+    """What a layer does depends on its place among the others."""
+
+
+class _Unnumbered(LayerSpec):
+    """A layer anywhere in a model: equal to all that differ from it in their place alone."""
+
+    def __init__(self, **fields: Any):
+        vars(self).update(fields | {"index": None})
+
+    @property
+    def index(self) -> int:
+        raise NumberRead
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unnumbered) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).items()))
+
+    def __repr__(self) -> str:
+        return f"_Unnumbered({vars(self)})"
+
+
+@functools.lru_cache(maxsize=4096)
 def unnumbered(layer: Layer) -> Layer:
-    """The layer without its place among the others, where it has one: layers that are alike are then equal."""
-    if "spec" not in getattr(layer, "__dataclass_fields__", ()):
+    """The layer without its place among the others: layers that are alike are then equal.
+
+    It does whatever does not depend on that place, and raises NumberRead from what does.
+    """
+    try:
+        return _without_place(layer)
+    except NumberRead:
         return layer
-    return dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, index=0))
+
+
+def _without_place(x: Any) -> Any:
+    """x, with every LayerSpec in it unnumbered."""
+    if isinstance(x, LayerSpec):
+        return _Unnumbered(**vars(x))
+    if type(x) is tuple:
+        parts = tuple(map(_without_place, x))
+        return parts if any(new is not old for new, old in zip(parts, x, strict=True)) else x
+    if not dataclasses.is_dataclass(x):
+        return x
+    old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+    new = {name: _without_place(value) for name, value in old.items()}
+    changed = {name: value for name, value in new.items() if value is not old[name]}
+    return dataclasses.replace(x, **changed) if changed else x
 
 
 def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:

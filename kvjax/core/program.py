@@ -51,14 +51,17 @@ class Program:
 
     def compile(self, **kwargs) -> tuple[Any, float]:
         """(executable taking the non-static keyword arguments, seconds spent compiling now)."""
-        static = {k: v for k, v in kwargs.items() if k in self._static}
-        arrays = self.traced(kwargs)
-        leaves, tree = jax.tree.flatten(arrays)
-        key = (tuple(sorted(static.items(), key=lambda kv: kv[0])), tree, tuple(_type(x) for x in leaves))
+        key = self.key(kwargs)
         start = time.perf_counter()
         if key not in self._done:
-            self._done[key] = self._jit.lower(**kwargs).compile()
+            self._done[key] = self.lower(**kwargs).compile()
         return self._done[key], time.perf_counter() - start
+
+    def key(self, kwargs: dict[str, Any]) -> Any:
+        """What an executable is made for: equal for calls that share one."""
+        static = [(k, kwargs[k]) for k in sorted(self._static & kwargs.keys())]
+        leaves, tree = jax.tree.flatten(self.traced(kwargs))
+        return tuple(static), tree, tuple(map(_type, leaves))
 
     def traced(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Of keyword arguments, those that an executable takes."""

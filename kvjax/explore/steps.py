@@ -7,15 +7,13 @@ import dataclasses
 import numpy as np
 
 from kvjax.cache.contract import Cache
-from kvjax.core.program import Program
 from kvjax.core.types import Array
 from kvjax.models.model import Model
 from kvjax.run import forward
+from kvjax.run.by_layer import Stepper
+from kvjax.run.clock import Clock
 from kvjax.run.context import Context
-from kvjax.run.forward import Setting
 from kvjax.run.prompts import place
-
-ADVANCE = Program(forward.advance, static=("setting", "commit"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +48,5 @@ class Steps:
         return dataclasses.replace(self, cache=cache, last=out[:, 0], guess=int(out[0, 1].argmax()))
 
     def _advanced(self, cache: Cache, tokens: list[int], commit: int) -> tuple[Array, Cache]:
-        setting = Setting(self.model.config, self.model.mesh)
         given = place(self.model, np.array([tokens], np.int32), "B T")
-        return ADVANCE(params=self.model.params, tokens=given, cache=cache, setting=setting, commit=commit)
+        return Stepper(self.model, Clock(), commit).advance(given, cache)

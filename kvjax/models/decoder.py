@@ -123,13 +123,20 @@ class Decoder(nn.Module):
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
 
     def __call__(self, tokens: Array, pos: Array, attend: Attend, last: Array | None = None) -> tuple[Array, tuple]:
-        x = self.embedding[tokens]
-        angles = self.config.rope.angles(pos)
+        x, angles = self.embed(tokens, pos)
         states = []
         for block in self.blocks:
             x, state = block(x, angles, attend, last if block is self.blocks[-1] else None)
             states.append(state)
         return self.final_norm(x), tuple(states)
+
+    def embed(self, tokens: Array, pos: Array) -> tuple[Array, Angles]:
+        """What the first layer takes: (x [B T D], the angles of RoPE)."""
+        return self.embedding[tokens], self.config.rope.angles(pos)
+
+    def finish(self, x: Array) -> Array:
+        """What the last layer gives, [... D] -> logits f32[... V]."""
+        return self.unembed(self.final_norm(x))
 
     def unembed(self, hidden: Array) -> Array:
         """hidden [... D] -> logits f32[... V]."""

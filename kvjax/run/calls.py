@@ -12,14 +12,14 @@ from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import forward, limits
+from kvjax.run import by_layer, forward, limits
 from kvjax.run import prefill as prompt_runner
+from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.plan import bind, checked
 from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
 
 UNCACHED = Program(forward.uncached, static=("setting",))
-EXTEND = Program(forward.extend, static=("setting",))
 
 
 def logits(model: Model, ids: Prompts) -> Array:
@@ -119,7 +119,7 @@ def extend_padded(
         marks = [[True] * len(row) for row in ids] if decoded is True else decoded
         told = [[not d for d in row[1:]] + [False] for row in marks]
         args["told"] = place(model, pad(told, args["tokens"].shape[1])[0] > 0, "B T")
-    return EXTEND(params=model.params, **args, cache=cache, setting=Setting(model.config, model.mesh))
+    return by_layer.extend(model, **args, cache=cache, clock=Clock())
 
 
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | KVMethod) -> list[np.ndarray]:

@@ -19,9 +19,9 @@ from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
+from kvjax.run.clock import Clock
 from kvjax.run.generate import Decoding, Result, decoding, joined
 from kvjax.run.plan import bind
-from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.sampling import sampler
 from kvjax.run.stops import Stop
@@ -85,16 +85,17 @@ class Context:
         seed: int = 0,
         eos_ids: tuple[int, ...] | None = None,
         stop: Stop = (),
+        loop: str | None = None,
         use_up: bool = False,
     ) -> Decoding:
-        """Decoding behind each row, under way: to be advanced in slices, looked into, and timed.
+        """Decoding behind each row, under way: to be advanced in slices, looked into, and timed; as `generate` has it.
 
         use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
         """
         self._check_known()
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
-        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop}
+        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
 
     def generate(self, *, max_new_tokens: int = 64, **options) -> Result:

@@ -13,11 +13,12 @@ from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.run import by_layer
 from kvjax.run import prefill as prompt_runner
+from kvjax.run.clock import Clock
 from kvjax.run.context import Context, read
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.plan import bind
-from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, pad, place, token_ids
 from kvjax.run.reading import Prompt, shown
 
@@ -83,7 +84,7 @@ def read_exactly(model: Model, documents: Prompts) -> Exact:
     lengths, setting, clock = place(model, lengths, "B"), Setting(model.config, model.mesh), Clock()
     slots = (0,) * len(plan)
     past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)
-    last = prompt_runner.UNEMBED(params=model.params, hidden=past.last, setting=setting)
+    last = by_layer.logits(model, past.last, clock)
     return Exact(model, past.layers, lengths, last, ids)
 
 

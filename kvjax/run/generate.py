@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,16 +18,19 @@ from kvjax.core.random import seeded
 from kvjax.core.shown import shortened, sizes, table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import calls, limits, stops
+from kvjax.run import by_layer, calls, limits, stops
 from kvjax.run import prefill as prompt_runner
+from kvjax.run.clock import Clock
 from kvjax.run.finite import check_finite
 from kvjax.run.forward import Setting, guesses
-from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, Carry
+from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, ByLayer, Carry
 from kvjax.run.plan import bind, checked
-from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.sampling import Sampler, row_keys, sampler
 from kvjax.run.stops import Stop
+
+LOOPS = "layers", "while", "scan"
+LONG = 2048  # tokens from which on one program for the whole loop repays the time that it takes to compile
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,10 +77,17 @@ class Decoding:
     clock: Clock
     prefill_seconds: float
     stop: tuple[str, ...] = ()  # strings at which the text of a row ends
+    loop: str = "while"
     decode_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._by_layer = ByLayer(self.model, self.sampler, self.clock)
 
     def finish(self, limit: int) -> Result:
         """Runs the loop until all rows have ended or have `limit` tokens, and looks for stop strings on the way."""
+        if self.loop == "scan":
+            self.run(FIXED)
+            return self.result()
         if not self.stop:
             self.advance(limit)
             return self.result()
@@ -87,16 +99,33 @@ class Decoding:
 
     def advance(self, limit: int) -> None:
         """Runs the loop up to `limit` tokens per row."""
-        self.run(UNTIL, limit=jnp.int32(limit))
+        if self.loop != "layers":
+            self.run(UNTIL, limit=jnp.int32(limit))
+            return
+        with self._timed():
+            while int(self.carry.i) < limit and not np.asarray(self.carry.done).all():
+                self.carry = self._by_layer.step(self.carry)
 
-    def advance_to_the_end(self) -> None:
-        """Runs the loop for as many tokens as there is room for, whatever they are."""
-        self.run(FIXED)
+    def look_ahead(self) -> None:
+        """What a method that guesses needs before the first step; a part of the prefill."""
+        if self.loop != "layers":
+            self.run(LOOK_AHEAD)
+        else:
+            with self._timed():
+                self.carry = self._by_layer.look_ahead(self.carry)
+        self.prefill_seconds, self.decode_seconds = self.prefill_seconds + self.decode_seconds, 0.0
 
     def run(self, program: Program, **extra: Array) -> None:
         """Runs a program that turns the carry into the next one."""
+        with self._timed():
+            self.carry = self.clock.start(program, **self.arguments(), **extra)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
         before = self.clock.running
-        self.carry = self.clock.call(program, **self.arguments(), **extra)
+        with self.clock.timed():
+            yield
+            jax.block_until_ready(self.carry)
         self.decode_seconds += self.clock.running - before
 
     def arguments(self) -> dict[str, Any]:
@@ -197,13 +226,15 @@ def decoding(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     stop: Stop = (),
+    loop: str | None = None,
     keep: bool = False,
     clock: Clock | None = None,
 ) -> Decoding:
-    """Starts decoding from a cache and the logits f32[B V] of its last token.
+    """Starts decoding from a cache and the logits f32[B V] of its last token; options as in `generate`.
 
     The cache is used up, unless it is to be kept; then the loop works on a copy.
     """
+    loop = _chosen(loop, stop, max_new_tokens)
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limits.check_decoding(model, cache, max_new_tokens)
@@ -219,11 +250,21 @@ def decoding(
         sampler=sampler,
         length=max_new_tokens,
     )
-    begun = Decoding(model, carry, sampler, clock, prefill_seconds, stop)
+    begun = Decoding(model, carry, sampler, clock, prefill_seconds, stop, loop)
     if guesses(cache.plan) and max_new_tokens > 1:
-        begun.run(LOOK_AHEAD)
-        begun.prefill_seconds, begun.decode_seconds = prefill_seconds + begun.decode_seconds, 0.0
+        begun.look_ahead()
     return begun
+
+
+def _chosen(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
+    """The loop that was asked for, or what suits the number of tokens and the machine."""
+    if loop is None:
+        return "layers" if max_new_tokens < LONG and jax.default_backend() == "cpu" else "while"
+    if loop not in LOOPS:
+        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
+    if loop == "scan" and stop:
+        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
+    return loop
 
 
 def start(
@@ -235,6 +276,7 @@ def start(
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
     stop: Stop = (),
+    loop: str | None = None,
     capacity: int | None = None,
     cache: Cache | None = None,
     **sampling: Any,
@@ -242,7 +284,7 @@ def start(
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     if max_new_tokens < 1:
         raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    how = sampler(**sampling)
+    how, loop = sampler(**sampling), _chosen(loop, stop, max_new_tokens)
     ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
     if cache is None:
         plan = bind(method, model.config)
@@ -253,10 +295,10 @@ def start(
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         checked(model, cache, method)
         args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
-        setting = Setting(model.config, model.mesh)
-        out, cache = clock.call(calls.EXTEND, params=model.params, **args, cache=cache, setting=setting)
+        with clock.timed():
+            out, cache = jax.block_until_ready(by_layer.extend(model, **args, cache=cache, clock=clock))
         last = calls.at_row_ends(out, ids)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop}
+    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
     return decoding(model, last, cache, how, **more, clock=clock)
 
 
@@ -276,7 +318,7 @@ def generate(
     capacity: int | None = None,
     cache: Cache | None = None,
     state: Cache | None = None,
-    loop: str = "while",
+    loop: str | None = None,
 ) -> Result:
     """Continues each prompt (texts or lists of ids) under a method, or its string.
 
@@ -285,20 +327,14 @@ def generate(
     checkpoint's. stop: strings before which a row's text ends; its tokens end with the one that completes the string.
     capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
     `extend`; it stays usable and knows its method), the prompts being what comes next. state: the older name of cache.
-    loop: "while" stops when all rows have ended, "scan" runs max_new_tokens whatever the tokens.
+    loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
+    all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
+    Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to rounding.
     """
-    if loop not in ("while", "scan"):
-        raise KvjaxError(f"loop must be 'while' or 'scan', got {loop!r}")
-    if loop == "scan" and stop:
-        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop}
+    ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop, "loop": loop}
     given = state if cache is None else cache
-    run = start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends)
-    if loop == "while":
-        return run.finish(max_new_tokens)
-    run.advance_to_the_end()
-    return run.result()
+    return start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends).finish(max_new_tokens)
 
 
 def stream(

@@ -1,4 +1,4 @@
-"""The decode loop: one compiled step serves loops that stop, loops of fixed length, and streams."""
+"""The decode loop: one step serves loops that are one program, and steps that run layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jax import lax
 from kvjax.cache.contract import Cache
 from kvjax.core.program import Program
 from kvjax.core.types import Array, pytree
-from kvjax.run import forward
+from kvjax.models.model import Model
+from kvjax.run import passes
+from kvjax.run.by_layer import Stepper
+from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting
 from kvjax.run.sampling import Sampler, sample
 
@@ -40,9 +43,17 @@ def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler
 
 def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
     """One token for every row; beside a guess where the method wants one, which is never kept."""
-    tokens = jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
-    logits, cache = forward.advance(params, tokens, carry.cache, setting, 1)
-    carry = dataclasses.replace(carry, cache=cache)
+    logits, cache = passes.advance(params, fed(carry), carry.cache, setting, 1)
+    return dataclasses.replace(after(carry, logits, sampler), cache=cache)
+
+
+def fed(carry: Carry) -> Array:
+    """i32[B 1|2]: what a step reads, each row's token, and its guess where there is one."""
+    return jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
+
+
+def after(carry: Carry, logits: Array, sampler: Sampler) -> Carry:
+    """The next token and guess, from a step's logits f32[B 1|2 V]; the cache is left as it was."""
     if carry.guess is not None:
         carry = dataclasses.replace(carry, guess=_draw(carry, logits[:, 1], carry.i + 1, sampler))
     return _emit(carry, logits[:, 0], sampler)
@@ -50,8 +61,13 @@ def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry
 
 def look_ahead(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
     """Before the first step: guesses what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
-    logits, cache = forward.advance(params, carry.token[:, None], carry.cache, setting, 0)
-    return dataclasses.replace(carry, cache=cache, guess=_draw(carry, logits[:, 0], carry.i, sampler))
+    logits, cache = passes.advance(params, carry.token[:, None], carry.cache, setting, 0)
+    return dataclasses.replace(guessed(carry, logits, sampler), cache=cache)
+
+
+def guessed(carry: Carry, logits: Array, sampler: Sampler) -> Carry:
+    """The first guess, from the logits f32[B 1 V] of the first token."""
+    return dataclasses.replace(carry, guess=_draw(carry, logits[:, 0], carry.i, sampler))
 
 
 def _draw(carry: Carry, logits: Array, column: Array, s: Sampler) -> Array:
@@ -91,3 +107,29 @@ BEGIN_BESIDE = Program(begin, static=("length",))
 LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
 UNTIL = Program(decode_until, static=("setting",), donate=("carry",))
 FIXED = Program(decode_fixed, static=("setting",), donate=("carry",))
+AFTER = Program(after)
+GUESSED = Program(guessed)
+
+
+class ByLayer:
+    """Steps of one batch layer by layer; the carry that goes in is used up."""
+
+    def __init__(self, model: Model, sampler: Sampler, clock: Clock):
+        self._sampler, self._clock = sampler, clock
+        self._ahead = Stepper(model, clock, 0, in_place=True)
+        self._steps = Stepper(model, clock, 1, in_place=True)
+
+    def look_ahead(self, carry: Carry) -> Carry:
+        """As `look_ahead`."""
+        logits, cache = self._ahead.advance(carry.token[:, None], carry.cache)
+        return self._then(GUESSED, carry, logits, cache)
+
+    def step(self, carry: Carry) -> Carry:
+        """As `step`."""
+        logits, cache = self._steps.advance(fed(carry), carry.cache)
+        return self._then(AFTER, carry, logits, cache)
+
+    def _then(self, program: Program, carry: Carry, logits: Array, cache: Cache) -> Carry:
+        without = dataclasses.replace(carry, cache=None)
+        carry = self._clock.start(program, carry=without, logits=logits, sampler=self._sampler)
+        return dataclasses.replace(carry, cache=cache)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,60 +11,50 @@ import numpy as np
 from rich.progress import track
 
 from kvjax.cache.contract import Cache, slots_of
+from kvjax.core.mesh import constrain
 from kvjax.core.program import Program
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.models.decoder import pick
 from kvjax.models.model import Model
-from kvjax.run import devices, forward, limits, probe, reading
+from kvjax.run import by_layer, devices, forward, limits, probe, reading
+from kvjax.run.by_layer import LayerProgram, through
+from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
+from kvjax.run.passes import Piece, Site, Whole, sites
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
 
 
-@dataclasses.dataclass
-class Clock:
-    """Seconds of wall-clock time, those spent compiling apart."""
+class Past(NamedTuple):
+    """A prompt on its way: per layer a `Prompt` or a state, and what the last layer gave of each row's last token."""
 
-    compiling: float = 0.0
-    running: float = 0.0
-
-    def call(self, program: Program, **arguments: Any) -> Any:
-        """Runs a program, and waits for what it gives."""
-        try:
-            run, seconds = program.compile(**arguments)
-            self.compiling += seconds
-            start = time.perf_counter()
-            out = jax.block_until_ready(run(**program.traced(arguments)))
-        except jax.errors.JaxRuntimeError as e:
-            if "RESOURCE_EXHAUSTED" not in str(e):
-                raise
-            raise KvjaxError(
-                f"there is not enough memory ({e}); give fewer or shorter prompts at a time, ask for fewer new tokens, "
-                "or use a method that holds less"
-            ) from e
-        self.running += time.perf_counter() - start
-        return out
+    layers: tuple[Any, ...]
+    last: Array  # [B D]
 
 
-def _whole(
-    params: Any,
-    tokens: Array,
-    lengths: Array,
-    setting: Setting,
-    plan: Plan,
-    slots: tuple[int, ...],
-    capacity: int,
-) -> tuple[Array, Cache]:
-    """A prompt in one piece: (logits of each row's last token f32[B V], cache)."""
+def _begin(batch: int, width: int, dtype: Any, setting: Setting, site: Site) -> Prompt | Any:
+    """A layer before the first piece of a prompt, with room for `width` tokens per row."""
+    c, needs = setting.config, site.layer.needs
 
-    def finish(i: int, prompt: Prompt) -> Any:
-        return reading.encode(plan[i], prompt, lengths, slots[i], capacity, setting.mesh)
+    def held(*axes: int) -> Array:
+        return constrain(jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype), "B K", setting.mesh)
 
-    hidden, layers = reading.whole_prompt(params, tokens, lengths, setting, plan, finish)
-    return forward.unembed(params, hidden, setting), Cache(layers, lengths, capacity, plan, setting.config)
+    if needs.chunk:
+        nothing = Block(held(0), held(0), jnp.zeros((batch, 1, 0), jnp.int32))
+        return devices.prefill(site.layer, nothing, None, site.slots, setting.mesh)
+    queries = held(c.groups, width if needs.queries is None else needs.queries)
+    hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden else None
+    return Prompt(held(width), held(width), queries, hidden)
 
 
-def _measure(prompt: Prompt, lengths: Array, setting: Setting, plan: Plan, layer: int) -> Array:
-    return devices.measure(plan[layer], *reading.seen_by(plan[layer], prompt, lengths), setting.mesh)
+def _if_inside(x: Array, at: Array, otherwise: Array) -> Array:
+    """x [B C D] at index at i32[B] where that is one of the C, otherwise [B D]."""
+    inside = (at >= 0) & (at < x.shape[1])
+    return jnp.where(inside[:, None], pick(x, jnp.clip(at, 0, x.shape[1] - 1)[:, None])[:, 0], otherwise)
+
+
+def _measure(prompt: Prompt, lengths: Array, setting: Setting, site: Site) -> Array:
+    return devices.measure(site.layer, *reading.seen_by(site.layer, prompt, lengths), setting.mesh)
 
 
 def _shares(measures: Array, lengths: Array, plan: Plan) -> Array:
@@ -74,25 +62,16 @@ def _shares(measures: Array, lengths: Array, plan: Plan) -> Array:
 
 
 def _encode(
-    prompt: Prompt,
-    lengths: Array,
-    setting: Setting,
-    plan: Plan,
-    layer: int,
-    slots: int,
-    capacity: int,
-    keep: Array | None = None,
+    prompt: Prompt, lengths: Array, setting: Setting, site: Site, capacity: int, keep: Array | None = None
 ) -> Any:
-    return reading.encode(plan[layer], prompt, lengths, slots, capacity, setting.mesh, keep)
+    return reading.encode(site.layer, prompt, lengths, site.slots, capacity, setting.mesh, keep)
 
 
-WHOLE = Program(_whole, static=("setting", "plan", "slots", "capacity"))
-START = Program(reading.start_prompt, static=("batch", "width", "dtype", "setting", "plan", "slots"))
-PIECE = Program(reading.prompt_piece, static=("setting", "plan"), donate=("past",))
-MEASURE = Program(_measure, static=("setting", "plan", "layer"))
+BEGIN = LayerProgram(_begin, static=("batch", "width", "dtype", "setting", "site"))
+LAST = Program(_if_inside)
+MEASURE = LayerProgram(_measure, static=("setting", "site"))
 SHARES = Program(_shares, static=("plan",))
-ENCODE = Program(_encode, static=("setting", "plan", "layer", "slots", "capacity"))
-UNEMBED = Program(forward.unembed, static=("setting",))
+ENCODE = LayerProgram(_encode, static=("setting", "site", "capacity"))
 
 
 def run(
@@ -119,29 +98,42 @@ def run(
     padded = width or round_up(longest)
     limits.check_prompts(model, plan, tuple(map(len, ids)), slots, capacity, padded, piece or padded)
     if piece is None and not any(n.all_layers or n.probe or n.neighbour for n in (layer.needs for layer in plan)):
-        tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
-        return clock.call(
-            WHOLE,
-            params=model.params,
-            tokens=tokens,
-            lengths=lengths,
-            setting=setting,
-            plan=plan,
-            slots=slots,
-            capacity=capacity,
-        )
-    width = width or round_up(longest)
+        with clock.timed():
+            return jax.block_until_ready(_whole(model, plan, ids, slots, capacity, width, clock))
     # Pieces of a method's own end where its slots do; those of `chunk` are equal, to share one program.
-    tokens, lengths = pad(ids, width if chunk is None else round_up(width, chunk))
+    tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
     lengths = place(model, lengths, "B")
     past = pieces(model, setting, plan, tokens, lengths, slots, piece or tokens.shape[1], progress, clock)
-    out = clock.call(UNEMBED, params=model.params, hidden=past.last, setting=setting)
+    with clock.timed():
+        out = jax.block_until_ready(by_layer.logits(model, past.last, clock))
     prompts = [reading.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
     del past  # each layer's exact keys and values are freed as soon as the layer is encoded
     if any(layer.needs.probe for layer in plan):
-        prompts = probe.probed(model, setting, ids, prompts, lengths, plan, clock)
+        prompts = probe.probed(model, ids, prompts, lengths, plan, clock)
     layers = encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
     return out, Cache(layers, lengths, capacity, plan, model.config)
+
+
+def _whole(
+    model: Model,
+    plan: Plan,
+    ids: Sequence[Sequence[int]],
+    slots: tuple[int, ...],
+    capacity: int,
+    width: int | None,
+    clock: Clock,
+) -> tuple[Array, Cache]:
+    """Prompts in one piece."""
+    tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
+    wanted = [layer.needs.queries for layer in plan]
+    queries = None if None in wanted else max(1, *wanted)
+    where, nothing = sites(plan, model.config, slots), (None,) * len(plan)
+    x, layers = through(
+        model, tokens, Whole(lengths, capacity, queries), where, nothing, clock, forward.positions(tokens)
+    )
+    at = lengths - 1 if queries is None else jnp.full_like(lengths, x.shape[1] - 1)
+    last = clock.start(by_layer.PICK, x=x, at=at)
+    return by_layer.logits(model, last, clock), Cache(layers, lengths, capacity, plan, model.config)
 
 
 def _piece_width(plan: Plan, chunk: int | None) -> int | None:
@@ -166,28 +158,21 @@ def pieces(
     piece: int,
     progress: bool,
     clock: Clock,
-) -> reading.Past:
-    past = clock.call(
-        START,
-        batch=tokens.shape[0],
-        width=tokens.shape[1],
-        dtype=model.dtype,
-        setting=setting,
-        plan=plan,
-        slots=slots,
-    )
-    starts = range(0, tokens.shape[1], piece)
+) -> Past:
+    """Prompts, tokens i32[B T], so many tokens at a time, held exactly."""
+    B, width = tokens.shape
+    where = sites(plan, model.config, slots)
+    more = {"batch": B, "width": width, "dtype": model.dtype, "setting": setting}
+    layers = tuple(clock.call(BEGIN, **more, site=site) for site in where)
+    past = Past(layers, jnp.zeros((B, model.config.width), model.dtype))
+    starts = range(0, width, piece)
     for start in track(starts, "prefill", transient=True) if progress else starts:
-        past = clock.call(
-            PIECE,
-            params=model.params,
-            tokens=place(model, tokens[:, start : start + piece], "B T"),
-            start=jnp.int32(start),
-            lengths=lengths,
-            past=past,
-            setting=setting,
-            plan=plan,
-        )
+        part = place(model, tokens[:, start : start + piece], "B T")
+        work, pos = Piece(jnp.int32(start), lengths), start + forward.positions(part)
+        with clock.timed():
+            x, layers = through(model, part, work, where, past.layers, clock, pos)
+            last = clock.start(LAST, x=x, at=lengths - 1 - start, otherwise=past.last)
+            past = jax.block_until_ready(Past(layers, last))
     return past
 
 
@@ -204,8 +189,9 @@ def encoded(
     """The states of all layers; a layer's exact keys and values are freed when no other layer has to see them."""
     keep: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
-        more = {"lengths": lengths, "setting": setting, "plan": plan}
-        measures = [clock.call(MEASURE, prompt=p, layer=i, **more) for i, p in enumerate(prompts)]
+        more = {"lengths": lengths, "setting": setting}
+        where = sites(plan, model.config)
+        measures = [clock.call(MEASURE, prompt=p, site=site, **more) for p, site in zip(prompts, where, strict=True)]
         tokens = np.asarray(clock.call(SHARES, measures=jnp.stack(measures), lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
         most = [round_up(int(row.max()), 16) for row in tokens]
@@ -222,17 +208,7 @@ def encoded(
         if plan[i].needs.chunk:
             layers.append(prompt)  # fed through the method, it is a state already
             continue
-        layers.append(
-            clock.call(
-                ENCODE,
-                prompt=prompt,
-                lengths=lengths,
-                keep=keep[i],
-                setting=setting,
-                plan=plan,
-                layer=i,
-                slots=slots[i],
-                capacity=capacity,
-            )
-        )
+        site = Site(plan[i], model.config.window(i), slots[i])
+        more = {"lengths": lengths, "keep": keep[i], "setting": setting, "capacity": capacity}
+        layers.append(clock.call(ENCODE, prompt=prompt, site=site, **more))
     return tuple(layers)

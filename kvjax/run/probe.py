@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.contract import Probe
-from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
-from kvjax.run import reading
-from kvjax.run.forward import Plan, Setting
+from kvjax.run.by_layer import through
+from kvjax.run.clock import Clock
+from kvjax.run.forward import Plan
+from kvjax.run.passes import Repeat, repeated_positions, sites
 from kvjax.run.prompts import pad, place
 from kvjax.run.reading import Prompt
-
-if TYPE_CHECKING:
-    from kvjax.run.prefill import Clock
-
-REPEAT = Program(reading.repeat, static=("setting", "plan"), donate=("prompts",))
 
 
 def probed(
     model: Model,
-    setting: Setting,
     ids: Sequence[Sequence[int]],
     prompts: Sequence[Any],
     lengths: Array,
@@ -38,20 +34,15 @@ def probed(
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
     how = wanted.pop()
     prompts = [_blank(prompt) if layer.needs.probe else prompt for layer, prompt in zip(plan, prompts, strict=True)]
+    where = sites(plan, model.config)
     for start in range(0, max(map(len, ids)), how.chunk):
         rows = repetitions(model, ids, start, how)
         tokens, count = pad(rows, _longest(model, how))
-        prompts = clock.call(
-            REPEAT,
-            params=model.params,
-            tokens=place(model, tokens, "B T"),
-            count=place(model, count, "B"),
-            start=jnp.int32(start),
-            lengths=lengths,
-            prompts=tuple(prompts),
-            setting=setting,
-            plan=plan,
-        )
+        tokens, count = place(model, tokens, "B T"), place(model, count, "B")
+        pos = jnp.maximum(repeated_positions(tokens, count, lengths), 0)
+        with clock.timed():
+            work = Repeat(jnp.int32(start), count, lengths)
+            _, prompts = jax.block_until_ready(through(model, tokens, work, where, prompts, clock, pos))
     return list(prompts)
 
 

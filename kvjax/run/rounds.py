@@ -15,7 +15,7 @@ from jax import lax
 from kvjax.cache.contract import Cache
 from kvjax.core.program import Program
 from kvjax.core.types import Array, pytree
-from kvjax.run import forward
+from kvjax.run import passes
 from kvjax.run.acceptance import Shift, judge
 from kvjax.run.forward import Setting
 from kvjax.run.loop import begin
@@ -67,7 +67,7 @@ def one_round(
     drafted, logits, draft = _propose(draft_params, rounds, sampler, ahead, settings[1])
     tokens = jnp.concatenate([rounds.token[:, None], drafted], 1)
     real = jnp.broadcast_to(rounds.open[:, None], tokens.shape)
-    verified, verifier = forward.advance(params, tokens, rounds.verifier, settings[0], ahead + 1, real)
+    verified, verifier = passes.advance(params, tokens, rounds.verifier, settings[0], ahead + 1, real)
     with jax.named_scope("accept"):
         columns = rounds.made[:, None] + jnp.arange(ahead, dtype=jnp.int32)[None]
         uniform = jax.vmap(jax.vmap(_uniform, (None, 0)))(rounds.keys, columns)
@@ -86,7 +86,7 @@ def _propose(params: Any, rounds: Rounds, sampler: Sampler, ahead: int, setting:
 
     def step(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], tuple[Array, Array]]:
         token, cache = carry
-        logits, cache = forward.advance(params, token[:, None], cache, setting, 1, real)
+        logits, cache = passes.advance(params, token[:, None], cache, setting, 1, real)
         # Drawn with the randomness of its column, as `generate` draws it: from equal logits comes the same token.
         token = sample(sampler, logits[:, 0], jax.vmap(jax.random.fold_in)(rounds.keys, rounds.made + i))
         return (token, cache), (token, logits[:, 0])

@@ -20,9 +20,9 @@ from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.decoder import Decoder, pick
 from kvjax.models.model import Model
 from kvjax.run import forward, reading
+from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.plan import bind, checked
-from kvjax.run.prefill import Clock
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
 

@@ -22,10 +22,10 @@ from kvjax.models.model import Model
 from kvjax.run import calls
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.acceptance import Shift, shift
+from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.generate import Result
 from kvjax.run.plan import bind
-from kvjax.run.prefill import Clock
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.rounds import ROUNDS, START, Rounds
 from kvjax.run.sampling import Sampler, row_keys, sampler

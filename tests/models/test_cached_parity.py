@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.run import forward
+from kvjax.run import forward, passes
 from tests.fixtures import FAMILIES, load_family
 
 METHODS = ("full", "offload", "kcache:n=999,device_layers=0", "kcache:n=999,granularity=kv")
@@ -37,7 +37,7 @@ def test_prefill_and_cached_decode_steps_equal_transformers(family, method):
 
 def _step(params, setting):
     def step(state, tokens):
-        logits, state = forward.extend(params, tokens, state, setting)
+        logits, state = passes.advance(params, tokens, state, setting, 1)
         return state, logits
 
     return step

@@ -13,7 +13,7 @@ from kvjax import KvjaxError
 from kvjax.core import memory
 from kvjax.core.types import KvjaxWarning
 from kvjax.run import limits
-from kvjax.run.prefill import Clock
+from kvjax.run.clock import Clock
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, max_positions=64)

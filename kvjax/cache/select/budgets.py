@@ -17,6 +17,8 @@ class Budget:
     A budget is a frozen dataclass with the methods `kept` and `most`.
     """
 
+    level = False  # the same for every layer, whatever `layer` is: layers can then share one compiled program
+
     def at(self, spec: LayerSpec) -> Budget:
         """The budget in one layer; raises KvjaxError for a layer that it does not fit."""
         return self
@@ -34,6 +36,7 @@ class Budget:
 class Uniform(Budget):
     """The same number of tokens in every layer."""
 
+    level = True
     tokens: int
 
     def __post_init__(self):
@@ -50,6 +53,7 @@ class Uniform(Budget):
 class Ratio(Budget):
     """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
 
+    level = True
     share: float
 
     def __post_init__(self):

@@ -27,6 +27,7 @@ class Lengths(HeadShares, Budget):
     head also keeps one in so many of a row's tokens, and `beside` more, where that makes more than its number.
     """
 
+    level = True
     tokens: tuple[int, ...]
     part: int = 0
     beside: int = 0

@@ -71,7 +71,7 @@ class Select:
 
     def most(self, spec: LayerSpec) -> int | None:
         """Most tokens that a text without end leaves; None if there is no bound."""
-        most = self.budget.most(spec.index, spec.layers)
+        most = self.budget.most(self._place(spec), spec.layers)
         return None if most is None else max(most, self.sinks + self.recent)
 
     def counts(self, block: Block, seen: Obs | None, slots: int, spec: LayerSpec) -> Array:
@@ -165,7 +165,11 @@ class Select:
         return jnp.zeros((B, U), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")
 
     def _table(self, longest: int, spec: LayerSpec):
-        return kept_by_length(self.budget, longest, spec.index, spec.layers, self.sinks + self.recent)
+        return kept_by_length(self.budget, longest, self._place(spec), spec.layers, self.sinks + self.recent)
+
+    def _place(self, spec: LayerSpec) -> int:
+        """The layer's number where the budget depends on it."""
+        return 0 if self.budget.level else spec.index
 
 
 def unit_of(text: str) -> Unit:

@@ -137,7 +137,8 @@ def speed(
 ) -> tuple[float, float, dict[str, int]]:
     """Contexts of random tokens: (prefill seconds, decoded tokens per second, bytes of the cache), medians."""
     ids = np.random.default_rng([seed, length]).integers(0, model.config.vocab_size, (batch, length))
-    runs = [generate(model, ids, method, max_new_tokens=SPEED_TOKENS, eos_ids=()) for _ in range(SPEED_RUNS)]
+    how = {"max_new_tokens": SPEED_TOKENS, "eos_ids": (), "loop": "while"}
+    runs = [generate(model, ids, method, **how) for _ in range(SPEED_RUNS)]
     prefill, decode = ([getattr(r, name) for r in runs] for name in ("prefill_seconds", "tokens_per_second"))
     return statistics.median(prefill), statistics.median(decode), runs[0].bytes
 
