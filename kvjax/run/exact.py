@@ -13,7 +13,7 @@ from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import by_layer
+from kvjax.run import by_layer, limits
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.context import Context, read
@@ -46,7 +46,9 @@ class Exact:
         plan = bind(method, model.config)
         if any(n.chunk or n.pattern or n.hidden or n.output or n.probe for n in (layer.needs for layer in plan)):
             return self._read_again(method, capacity)
-        slots = tuple(slots_of(layer, tuple(np.asarray(self.lengths).tolist()), capacity) for layer in plan)
+        lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
+        slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+        limits.check_prompts(model, plan, lengths, slots, capacity, width, width)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
         clock, lengths = Clock(), jnp.copy(self.lengths)
         setting = Setting(model.config, model.mesh)
@@ -77,10 +79,10 @@ class _AllQueries:
     needs: Needs = Needs(queries=None)
 
 
-def read_exactly(model: Model, documents: Prompts) -> Exact:
-    """Runs documents, texts or lists of ids, in full attention, once."""
+def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> Exact:
+    """Runs documents, texts or lists of ids, in full attention, once; width: what rows are padded to."""
     ids, plan = token_ids(model, documents), (_AllQueries(),) * model.config.layers
-    tokens, lengths = pad(ids)
+    tokens, lengths = pad(ids, width)
     lengths, setting, clock = place(model, lengths, "B"), Setting(model.config, model.mesh), Clock()
     slots = (0,) * len(plan)
     past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
+from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
@@ -22,6 +23,7 @@ RNG = np.random.default_rng(0)
 MODEL = dataclasses.replace(
     toy_model(layers=1, vocab_size=vocab.SIZE, eos_ids=(vocab.END,)), tokenizer=Tokenizer(vocab.tokenizer())
 )
+READER = Reader(MODEL)
 
 
 def draw(n):
@@ -69,7 +71,7 @@ def joined(cases, i):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_question_is_asked_of_the_contexts_state(name):
     method = kvjax.parse(name)
-    replies, size = harness.shared(MODEL, method, CASES, 4)
+    replies, size = harness.shared(READER, method, CASES, 4)
     _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=ROOM)
     for i, said in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
@@ -80,21 +82,21 @@ def test_a_question_is_asked_of_the_contexts_state(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_seen_question_ends_the_prompt(name):
     method = kvjax.parse(name)
-    replies, _ = harness.seen(MODEL, method, CASES, 4)
+    replies, _ = harness.seen(READER, method, CASES, 4)
     for i, said in enumerate(replies):
         assert said == texts(kvjax.generate(MODEL, joined(CASES, i), method, max_new_tokens=4).tokens)
 
 
 def test_seeing_the_question_matters_where_a_method_evicts():
     method = kvjax.parse("snapkv:budget=16,window=4")
-    assert harness.seen(MODEL, method, CASES, 4)[0] != harness.shared(MODEL, method, CASES, 4)[0]
+    assert harness.seen(READER, method, CASES, 4)[0] != harness.shared(READER, method, CASES, 4)[0]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
     monkeypatch.setattr(harness, "text", lambda model, tokens, ask: tokens.tolist())
     method, answer = kvjax.parse(name), [vocab.SYMBOLS[1], ord("a")]
-    replies, _ = harness.conversation(MODEL, method, TALKS, 4)
+    replies, _ = harness.conversation(READER, method, TALKS, 4)
     assert replies[0] == kvjax.generate(MODEL, joined(TALKS, 0), method, max_new_tokens=4).tokens
     assert all(said[:2] != answer for said in replies[0])
     fed = [np.concatenate([answer, c.asks[1].prompt]) for c in TALKS]
@@ -110,7 +112,7 @@ def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_text_that_follows_is_scored_as_if_decoded(name):
     method = kvjax.parse(name)
-    bits, likeliest, _ = harness.following(MODEL, method, TEXTS)
+    bits, likeliest, _ = harness.following(READER, method, TEXTS)
     logp = kvjax.score(MODEL, [c.context for c in TEXTS], [c.follows for c in TEXTS], method)
     assert list(map(len, bits)) == list(map(len, likeliest)) == [9, 1, 12, 9]
     for b, expected in zip(bits, logp, strict=True):
@@ -168,7 +170,7 @@ def test_room_for_what_follows_is_counted_apart():
 
 def test_what_is_recorded():
     store = Memory()
-    right, _ = harness.shared(MODEL, kvjax.parse("full"), CASES, 4)
+    right, _ = harness.shared(READER, kvjax.parse("full"), CASES, 4)
     first = dataclasses.replace(CASES[0].asks[0], references=("no", right[0][0]), about={"depth": 0.5})
     told = dataclasses.replace(CASES[0], asks=(first, CASES[0].asks[1]))
     evaluate(MODEL, ["full"], [told, *CASES[1:], *TEXTS, *TALKS], store, batch=3)

@@ -16,6 +16,7 @@ from kvjax.cache.contract import KVMethod
 from kvjax.core import program
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
+from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
 from kvjax.methods.strings import Methods, named, parts_of
@@ -23,6 +24,7 @@ from kvjax.models.model import Model
 from kvjax.run.planned import planned_bytes
 
 SPEED = "speed"
+GROUP = 16  # methods that share what the model makes of a batch
 MAPPINGS = 30_000  # held by a process before its compiled programs, several each, are dropped
 
 
@@ -86,19 +88,20 @@ def evaluate(
     for name, method in parsed.items():
         check_method(model, name, method, [len(c.context) for c in cases] + list(speed))
     marks = check_cases(cases, store)
-    units = batches(cases, batch)
-    work = [(m, u) for m in parsed for u in (*units, *speed) if not _done(store, m, u)]
+    units, names = batches(cases, batch), list(parsed)
+    together = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
+    work = [(u, m) for group in together for u in (*units, *speed) for m in group if not _done(store, m, u)]
+    reader = Reader(model)
     with Progress(disable=True) if progress is None else progress as bar:
-        total = bar.add_task("all", total=sum(_size(u) for _, u in work))
-        for name, mine in itertools.groupby(work, key=lambda w: w[0]):
-            for task, part in itertools.groupby(mine, key=lambda w: _task(w[1])):
-                todo = [u for _, u in part]
-                line = bar.add_task(f"{name}: {task}", total=sum(map(_size, todo)))
-                for unit in todo:
-                    store.append(_guarded(model, name, parsed[name], unit, seen, batch, seed, marks))
-                    bar.advance(line, _size(unit))
-                    bar.advance(total, _size(unit))
-                bar.remove_task(line)
+        total = bar.add_task("all", total=sum(_size(u) for u, _ in work))
+        for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], _task(w[0]))):
+            todo = [u for u, _ in part]
+            line = bar.add_task(f"{name}: {task}", total=sum(map(_size, todo)))
+            for unit in todo:
+                store.append(_guarded(reader, name, parsed[name], unit, seen, batch, seed, marks))
+                bar.advance(line, _size(unit))
+                bar.advance(total, _size(unit))
+            bar.remove_task(line)
             program.forget_many(MAPPINGS)
 
 
@@ -164,7 +167,7 @@ def fingerprint(case: Case) -> str:
 
 
 def _guarded(
-    model: Model,
+    reader: Reader,
     name: str,
     method: KVMethod,
     unit: Batch | int,
@@ -176,8 +179,8 @@ def _guarded(
     """The records of a unit of work; whatever goes wrong becomes one line that says what to do."""
     try:
         if isinstance(unit, int):
-            return [speed_record(model, name, method, unit, batch, seed)]
-        return records(model, name, method, unit, seen, marks)
+            return [speed_record(reader.model, name, method, unit, batch, seed)]
+        return records(reader, name, method, unit, seen, marks)
     except KvjaxError as e:
         raise KvjaxError(f"{name} on {_task(unit)}: {e}") from e
     except Exception as e:
@@ -190,19 +193,19 @@ def _guarded(
 
 
 def records(
-    model: Model, name: str, method: KVMethod, batch: Batch, seen: bool, marks: Mapping[tuple[str, str], str]
+    reader: Reader, name: str, method: KVMethod, batch: Batch, seen: bool, marks: Mapping[tuple[str, str], str]
 ) -> list[dict[str, Any]]:
     """Runs a batch: one record per case."""
     rows = batch.filled
     if rows[0].follows is not None:
-        bits, likeliest, size = harness.following(model, method, rows)
+        bits, likeliest, size = harness.following(reader, method, rows)
         found = [
             {"scores": [], "bits": float(b.sum() / c.bytes), "likeliest": best.tolist()}
             for c, b, best in zip(batch.cases, bits, likeliest, strict=False)
         ]
     else:
         protocol = harness.conversation if rows[0].turns else harness.seen if seen else harness.shared
-        replies, size = protocol(model, method, rows, batch.new)
+        replies, size = protocol(reader, method, rows, batch.new)
         found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
     held, room = ({kind: n // batch.rows for kind, n in part.items()} for part in size)
     traits = {} if parts_of(name) else {"traits": dataclasses.asdict(method.traits)}  # which no string tells

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.cache.contract import KVMethod
+from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
 from kvjax.models.config import Config
@@ -67,32 +68,32 @@ def continuation(
     return np.stack(logp), np.stack(likeliest)
 
 
-def shared(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
+def shared(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
     """Each context is read once, and every question is asked of it as if it were the first.
 
     The cases have equally many questions; new: the most tokens that any of them may answer.
     """
     widest = max(bucket(len(a.prompt)) for c in cases for a in c.asks)
-    context = _read(model, method, [c.context for c in cases], widest + new)
+    context = _read(reader, method, [c.context for c in cases], widest + new)
     replies = []
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [a.prompt for a in asked]
-        replies.append(_texts(model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
+        replies.append(_texts(reader.model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
     return replies, size(context)
 
 
-def seen(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
+def seen(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
     """Each question ends a prompt of its own, and is there when the method compresses (LongBench's protocol)."""
     sizes, replies = [], []
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asked, strict=True)]
-        context = _read(model, method, prompts, new)
+        context = _read(reader, method, prompts, new)
         sizes.append(size(context))
-        replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
+        replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
     return replies, sizes[0]
 
 
-def conversation(model: Model, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
+def conversation(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
     """The first question ends the prompt; each next one follows in the same cache, after the answer to the last one.
 
     That answer is the reference, not what the model said, so that one mistake does not spoil the turns after it, and
@@ -100,17 +101,17 @@ def conversation(model: Model, method: str | KVMethod, cases: Sequence[Case], ne
     prompt templates of its code).
     """
     turns = list(zip(*(c.asks for c in cases), strict=True))
-    told = [[reference(model, a) for a in asked] for asked in turns[:-1]]
+    told = [[reference(reader.model, a) for a in asked] for asked in turns[:-1]]
     fed = [
         [np.concatenate([r, a.prompt]) for r, a in zip(answers, asked, strict=True)]
         for answers, asked in zip(told, turns[1:], strict=True)
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
-    context = _read(model, method, prompts, sum(map(_width, fed)) + new)
+    context = _read(reader, method, prompts, sum(map(_width, fed)) + new)
     taken, replies = size(context), []
     for i, asked in enumerate(turns):
         following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
-        replies.append(_texts(model, context.generate(max_new_tokens=new, use_up=True), asked))
+        replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
         context = following
     return replies, taken
 
@@ -122,12 +123,12 @@ def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
 
 
 def following(
-    model: Model, method: str | KVMethod, cases: Sequence[Case]
+    reader: Reader, method: str | KVMethod, cases: Sequence[Case]
 ) -> tuple[list[np.ndarray], list[np.ndarray], Size]:
     """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], what the contexts take)."""
     rows = [c.follows for c in cases]
     longest = max(map(len, rows))
-    context = _read(model, method, [c.context for c in cases], bucket(longest))
+    context = _read(reader, method, [c.context for c in cases], bucket(longest))
     logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)
     return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), size(context)
 
@@ -178,9 +179,9 @@ def reference(model: Model, ask: Ask) -> np.ndarray:
     )
 
 
-def _read(model: Model, method: str | KVMethod, rows: Rows, room: int) -> Context:
-    """`read` in a padded width, with room for so many tokens after the rows."""
-    return read(model, rows, method, room=room, width=_width(rows))
+def _read(reader: Reader, method: str | KVMethod, rows: Rows, room: int) -> Context:
+    """Rows in a padded width, with room for so many tokens after them."""
+    return reader.read(rows, method, room=room, width=_width(rows))
 
 
 def _width(rows: Rows) -> int:

@@ -1,0 +1,52 @@
+"""Contexts for evaluation: a batch that many methods are asked about goes through the model once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kvjax.cache.contract import KVMethod
+from kvjax.core import memory
+from kvjax.models.model import Model
+from kvjax.run.context import Context, read
+from kvjax.run.exact import Exact, read_exactly
+from kvjax.run.prompts import round_up
+
+SHARE = 1 / 8
+"""Of the memory that is installed, what exact keys, values and queries may take."""
+
+
+class Reader:
+    """Reads rows under methods; what the model makes of the latest rows is kept for the next methods.
+
+    Of rows whose exact keys, values and queries of all layers are too large to be kept each method reads for itself.
+    """
+
+    def __init__(self, model: Model):
+        self.model = model
+        self._kept: dict[tuple, Exact] = {}  # the latest last
+
+    def read(self, rows: Sequence[np.ndarray], method: str | KVMethod, *, room: int, width: int) -> Context:
+        """As `kvjax.read`."""
+        width, most = round_up(width), self._most()
+        if self._size(len(rows), width) > most:
+            return read(self.model, rows, method, room=room, width=width)
+        ids = [np.asarray(row).tolist() for row in rows]
+        what = width, tuple(map(tuple, ids))
+        if what not in self._kept:
+            while self._kept and sum(self._size(len(ids), width) for width, ids in [*self._kept, what]) > most:
+                del self._kept[next(iter(self._kept))]
+            self._kept[what] = read_exactly(self.model, ids, width=width)
+        return self._kept[what].under(method, max(round_up(max(map(len, ids)) + room), width))
+
+    def _size(self, rows: int, width: int) -> int:
+        """Bytes of what is kept of so many rows."""
+        c = self.model.config
+        return rows * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
+
+    def _most(self) -> float:
+        there = memory.installed(jax.tree.leaves(self.model.params)[0].devices()).device
+        return SHARE * (math.inf if there is None else there)
