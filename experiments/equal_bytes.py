@@ -3,10 +3,10 @@
 python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
 python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and its plot from the sum
 
-What is compared stands in equal_bytes.toml, or in --settings. A setting is fitted by the bytes that it plans for a context of --length
-tokens, without room for answers, so that methods which need more room beside are not favoured. Seeds make other
-contexts; the windows of text are the same for all. A run that was stopped goes on where it was; several processes
-can share the work by --families. --sum runs nothing and sums up what there is.
+What is compared stands in equal_bytes.toml, or in --settings. A setting is fitted by the bytes that it plans for a
+context of --length tokens, without room for answers, so that methods which need more room beside are not favoured.
+Seeds make other contexts; the windows of text are the same for all. A run that was stopped goes on where it was;
+several processes can share the work by --families. --sum runs nothing and sums up what there is.
 """
 
 from __future__ import annotations

@@ -19,10 +19,17 @@ def cache_directory() -> Path:
     return Path(os.environ.get("KVJAX_CACHE") or Path(base) / "kvjax")
 
 
-def use_compilation_cache() -> None:
-    """Compiled programs are kept on disk."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+def use_compilation_cache(directory: Path | None = None) -> None:
+    """Keeps compiled programs on disk, in `cache_directory` if nothing else is said.
+
+    Where JAX has been given a directory already it stays, and with KVJAX_COMPILATION_CACHE=0 nothing is kept.
+    """
+    if directory is None:
+        if jax.config.jax_compilation_cache_dir or os.environ.get("KVJAX_COMPILATION_CACHE") == "0":
+            return
+        directory = cache_directory()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def forget() -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from kvjax.core.program import use_compilation_cache
 from kvjax.core.random import seeded
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
@@ -54,8 +55,10 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     """Opens a directory that checkpoints_convert wrote, or a model by its name, as `kvjax models` lists them.
 
     dtype: of parameters and cache, default as stored. mesh: parameters are restored straight to their shards.
-    Raises KvjaxError for a directory that is missing, foreign, incomplete or damaged.
+    Programs that are compiled from now on are kept on disk (see `use_compilation_cache`). Raises KvjaxError for a
+    directory that is missing, foreign, incomplete or damaged.
     """
+    use_compilation_cache()
     name = str(path)
     where = located(name)
     config = checkpoint.manifest(where).config

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.bench import common, decode, host, ours, peer, prefill, probes, shapes
+from experiments.bench import common, compile, decode, host, ours, peer, prefill, probes, shapes
 from kvjax.models import checkpoint
 from kvjax.testing import toy_model
 
@@ -186,3 +186,16 @@ def test_host_holds_the_stated_bytes_and_never_copies_them(capsys):
     assert list(cell["seconds_per_step"]) == ["kcache", "kcache, V on device", "offload"]
     assert [b["pinned_host"] for b in cell["bytes"].values()] == [2**20, 0, 2**21]
     assert cell["full_copies"] == []
+
+
+def test_compile_tells_every_program_cold_and_warm(capsys, monkeypatch, toy):
+    monkeypatch.setitem(compile.SHAPES, "toy", toy.config)
+    before = jax.config.jax_compilation_cache_dir
+    compile.main(["--shape", "toy", "--depths", "2,5", "--methods", "full;snapkv", "--tokens", "2"])
+    assert jax.config.jax_compilation_cache_dir == before
+    cells = last_line(capsys)["results"]
+    assert [(c["method"], c["layers"]) for c in cells] == [(m, n) for n in (2, 5) for m in ("full", "snapkv")]
+    for cell in cells:
+        for run in (cell["cold"], cell["warm"]):
+            assert set(run["stages"]) == {"trace", "lower", "compile"} and run["seconds"] > 0
+            assert run["programs"] == len(run["stages"]["compile"]) and "_layer" in run["stages"]["compile"]

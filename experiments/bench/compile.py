@@ -1,0 +1,129 @@
+"""How long a user waits for the compiler: cold, and with compiled programs on disk.
+
+python -m experiments.bench.compile [--methods "full;snapkv;kivi:bits=2;specache:bits=2"] [--depths 4,12,32]
+python -m experiments.bench.compile --model smollm2-135m
+
+`generate` of one short prompt, which compiles all that it needs: once with an empty folder for compiled programs, once
+more when the process has forgotten them and the folder has not. Seconds of wall-clock time, those of tracing, lowering
+and compiling as JAX reports them, program by program in the JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+import kvjax
+from experiments.bench.common import integers, machine, progress, report, table
+from experiments.bench.shapes import SHAPES
+from kvjax.core import program
+
+METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
+STAGES = {
+    "trace": "/jax/core/compile/jaxpr_trace_duration",
+    "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "compile": "/jax/core/compile/backend_compile_duration",  # or reading the program from the disk
+}
+PROMPT = list(range(1, 9))
+
+
+@contextlib.contextmanager
+def listened() -> Iterator[dict[str, dict[str, float]]]:
+    """What JAX reports meanwhile: stage -> program -> seconds."""
+    seconds: dict[str, dict[str, float]] = {stage: collections.defaultdict(float) for stage in STAGES}
+    stages = {event: stage for stage, event in STAGES.items()}
+
+    def listen(event: str, duration: float, *, fun_name: str = "", **_: Any) -> None:
+        if event in stages:
+            seconds[stages[event]][fun_name.removeprefix("jit(").removesuffix(")")] += duration
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def once(model: kvjax.Model, method: str, tokens: int) -> dict[str, Any]:
+    """One `generate` by a process that has forgotten all programs."""
+    program.forget()
+    with listened() as seconds:
+        start = time.perf_counter()
+        kvjax.generate(model, [PROMPT], method, max_new_tokens=tokens, eos_ids=())
+        total = time.perf_counter() - start
+    return {"seconds": total, "programs": len(seconds["compile"]), "stages": {s: dict(x) for s, x in seconds.items()}}
+
+
+def measure(model: kvjax.Model, method: str, tokens: int) -> dict[str, Any]:
+    """Cold, then warm, with a folder of their own."""
+    with kept_in_a_new_folder():
+        runs = {name: once(model, method, tokens) for name in ("cold", "warm")}
+    return {"method": method, "layers": model.config.layers, **runs}
+
+
+@contextlib.contextmanager
+def kept_in_a_new_folder() -> Iterator[None]:
+    """Compiled programs are, for a while."""
+    before = jax.config.jax_compilation_cache_dir
+    with tempfile.TemporaryDirectory() as folder:
+        program.use_compilation_cache(Path(folder))
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+            compilation_cache.reset_cache()
+
+
+COLUMNS = ("method", "layers", "cold, s", "trace", "lower", "compile", "programs", "warm, s")
+
+
+def row(cell: dict[str, Any]) -> list[Any]:
+    """A line of the table."""
+    cold = cell["cold"]
+    parts = (f"{sum(cold['stages'][stage].values()):.2f}" for stage in STAGES)
+    seconds = [f"{cell[name]['seconds']:.2f}" for name in ("cold", "warm")]
+    return [cell["method"], cell["layers"], seconds[0], *parts, cold["programs"], seconds[1]]
+
+
+def models(args: argparse.Namespace) -> Iterator[kvjax.Model]:
+    """The one that was asked for, or one of each depth."""
+    if args.model:
+        yield kvjax.load(args.model)
+        return
+    for layers in args.depths:
+        yield kvjax.random_model(dataclasses.replace(SHAPES[args.shape], layers=layers))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--methods", default=METHODS, help='separated by ";"')
+    p.add_argument("--shape", choices=SHAPES, default="small", help="of the random models")
+    p.add_argument("--depths", type=integers, default=[4, 12, 32], help="layers of the random models")
+    p.add_argument("--model", help="a checkpoint instead")
+    p.add_argument("--tokens", type=int, default=8, help="new tokens")
+    args = p.parse_args(argv)
+    before, cells = machine(), []
+    for model in models(args):
+        kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # what every first call of a process pays is paid
+        for method in args.methods.split(";"):
+            progress(f"{method}, {model.config.layers} layers")
+            cells.append(measure(model, method.strip(), args.tokens))
+    title = f"compiling {args.model or args.shape}: one prompt of {len(PROMPT)} tokens, {args.tokens} new ones"
+    notes = ["Stages are of the cold run, all programs together; warm programs come from the disk."]
+    report("compile", before, [table(title, COLUMNS, map(row, cells))], notes, cells)
+
+
+if __name__ == "__main__":
+    main()
