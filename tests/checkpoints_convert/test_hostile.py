@@ -147,7 +147,7 @@ def edited(directory: Path, change) -> str:
     raw = json.loads((directory / checkpoint.MANIFEST).read_text())
     raw.pop("digest")
     change(raw)
-    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint._of_json(raw)}))
+    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint.of_json(raw)}))
     with pytest.raises(KvjaxError) as e:
         checkpoint.manifest(directory)
     return str(e.value)

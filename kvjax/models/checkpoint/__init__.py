@@ -1,0 +1,37 @@
+"""Checkpoint directories: one Orbax checkpoint per top-level entry, and a manifest that says what must be there.
+
+    DIR/kvjax.json       config, dtype, source; shape and dtype of every parameter; a digest of every part and file, and
+                         of what it says itself
+    DIR/params/<part>/   one Orbax checkpoint per top-level entry: embedding, layer_0, ..., final_norm, head
+    DIR/tokenizer.json   and other files that the writer was given
+
+The manifest is written last and the directory renamed into place after it, so a killed write leaves nothing that loads.
+"""
+
+from kvjax.models.checkpoint.manifest import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    manifest,
+    of_json,
+    parameter_shapes,
+    part_names,
+)
+from kvjax.models.checkpoint.reading import Shardings, part, restore
+from kvjax.models.checkpoint.writing import Writer, refuse_existing, save
+
+__all__ = [
+    "MANIFEST",
+    "VERSION",
+    "Manifest",
+    "Shardings",
+    "Writer",
+    "manifest",
+    "of_json",
+    "parameter_shapes",
+    "part",
+    "part_names",
+    "refuse_existing",
+    "restore",
+    "save",
+]

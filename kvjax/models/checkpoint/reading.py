@@ -1,0 +1,80 @@
+"""Checkpoint directories read part by part, straight to where the parameters are to be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from kvjax.core.types import KvjaxError
+from kvjax.models import Config
+from kvjax.models.checkpoint.manifest import PARTS, Manifest, digest_of, manifest, part_names
+
+Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
+"""Where parameters go: a function of the path, one sharding for all, or a tree like the parameters."""
+
+
+def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:
+    """Any accepted form of `shardings` as a function of the path."""
+    if shardings is None:
+        shardings = jnp.zeros(()).sharding  # honours jax.default_device
+    if isinstance(shardings, jax.sharding.Sharding):
+        return lambda path: shardings
+    if callable(shardings):
+        return shardings
+    flat = flatten_dict(nn.unbox(shardings), sep="/")
+
+    def find(path: str) -> jax.sharding.Sharding:
+        if path not in flat:
+            raise KvjaxError(
+                f"shardings have no entry for {path}; give a tree like the parameters, or a function of the path"
+            )
+        return flat[path]
+
+    return find
+
+
+def part(
+    directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None
+) -> Any:
+    """Restores one top-level entry, checked against its digest, to `dtype` (default: as stored) and `shardings`."""
+    record = record or manifest(directory)
+    folder = Path(directory).absolute() / PARTS / name
+    if not folder.is_dir():
+        raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")
+    flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
+    if digest_of(folder, flat) != record.digests.get(name):
+        raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
+    place = _sharding_of(shardings)
+    places = {path: place(path) for path in flat}
+    try:
+        return _restore_part(folder, flat, places, dtype)[name]
+    except (ValueError, TypeError, KeyError) as e:
+        raise KvjaxError(
+            f"part {name!r} of {directory} does not restore so; choose another dtype or sharding: {e}"
+        ) from e
+
+
+def _restore_part(folder: Path, flat: dict[str, dict], places: dict[str, jax.sharding.Sharding], dtype) -> Any:
+    shapes = {p: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for p, x in flat.items()}
+    args = {p: ocp.ArrayRestoreArgs(sharding=places[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()}
+    tree = functools.partial(unflatten_dict, sep="/")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(args)))
+
+
+def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:
+    """A checkpoint directory -> (config, parameter tree), read straight into `dtype` (default: as stored) and place.
+
+    Raises KvjaxError for a foreign, damaged, incomplete or newer directory.
+    """
+    record = manifest(directory)
+    names = part_names(record.parameters)
+    return record.config, {n: part(directory, n, record, dtype, shardings) for n in names}
