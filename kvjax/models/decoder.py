@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.core.product import scored
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array
 from kvjax.models.config import Config
@@ -140,11 +141,9 @@ class Decoder(nn.Module):
 
     def unembed(self, hidden: Array) -> Array:
         """hidden [... D] -> logits f32[... V]."""
-        if self.config.tie_embeddings:
-            y = jnp.einsum("...d,vd->...v", hidden, self.embedding)
-        else:
-            y = self.head(hidden)
-        return y.astype(jnp.float32)
+        if not self.config.tie_embeddings:
+            return self.head(hidden).astype(jnp.float32)
+        return scored(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
 
     def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         """`__call__` then `unembed`: logits f32[B T V] and states."""

@@ -1,0 +1,32 @@
+"""Products of few and of many rows beside NumPy's, whatever form they take."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.core.product import FEW, product, scored
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, FEW, FEW + 1])
+@pytest.mark.parametrize(("dtype", "off"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
+def test_products_are_numpys(rows, dtype, off):
+    rng = np.random.default_rng(rows)
+    x, w, vectors = (jnp.asarray(rng.normal(size=s), dtype) for s in ((rows, 96), (96, 40), (50, 96)))
+    exact = [np.asarray(a, np.float64) for a in (x, w, vectors)]
+    for got, want, kind in (
+        (jax.jit(product)(x, w), exact[0] @ exact[1], dtype),
+        (jax.jit(scored)(x, vectors), exact[0] @ exact[2].T, jnp.float32),
+    ):
+        assert got.shape == want.shape and got.dtype == kind
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2 * off * np.abs(want).max())
+
+
+@pytest.mark.parametrize("rows", [1, FEW])
+def test_narrow_numbers_are_summed_in_float32(rows):
+    """bfloat16 has no number between 2,048 and 2,064."""
+    x = jnp.ones((rows, 2052), jnp.bfloat16)
+    got = np.asarray(scored(x, jnp.ones((3, 2052), jnp.bfloat16)))
+    np.testing.assert_array_equal(got, 2052)
