@@ -174,12 +174,15 @@ class Advance:
         return devices.extend(site.layer, mine, fresh.q, block, self.commit, carry, mesh)
 
 
-def sites(plan: Plan, config: Config, slots: Sequence[int] | None = None) -> tuple[Site, ...]:
-    """The layers of a plan; slots: of the state that each is to make, of the last layer less being asked."""
-    if slots is None:
-        return tuple(Site(layer, config.window(i)) for i, layer in enumerate(plan))
-    last = len(plan) - 1
-    return tuple(Site(x, config.window(i), n, i == last) for i, (x, n) in enumerate(zip(plan, slots, strict=True)))
+def sites(
+    plan: Plan, config: Config, slots: Sequence[int] | None = None, less_of_last: bool = False
+) -> tuple[Site, ...]:
+    """The layers of a plan; slots: of the state that each is to make. less_of_last: the last layer is asked less."""
+    every = tuple(
+        Site(layer, config.window(i), n)
+        for i, (layer, n) in enumerate(zip(plan, slots or (0,) * len(plan), strict=True))
+    )
+    return (*every[:-1], dataclasses.replace(every[-1], last=less_of_last))
 
 
 def attention(params: Any, work: Pass, site: Site, mine: Any, carry: Any, setting: Setting, *made: Array):

@@ -24,6 +24,9 @@ from kvjax.run.passes import Piece, Site, Whole, sites
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
 
+SHORT = 512
+"""Tokens up to which a prompt asks the last layer for all of them: it then shares the other layers' program."""
+
 
 class Past(NamedTuple):
     """A prompt on its way: per layer a `Prompt` or a state, and what the last layer gave of each row's last token."""
@@ -126,8 +129,8 @@ def _whole(
     """Prompts in one piece."""
     tokens, lengths = (place(model, *x) for x in zip(pad(ids, width), ("B T", "B"), strict=True))
     wanted = [layer.needs.queries for layer in plan]
-    queries = None if None in wanted else max(1, *wanted)
-    where, nothing = sites(plan, model.config, slots), (None,) * len(plan)
+    queries = None if None in wanted or tokens.shape[1] <= SHORT else max(1, *wanted)
+    where, nothing = sites(plan, model.config, slots, queries is not None), (None,) * len(plan)
     x, layers = through(
         model, tokens, Whole(lengths, capacity, queries), where, nothing, clock, forward.positions(tokens)
     )

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.contract import LayerSpec, NumberRead, unnumbered
-from kvjax.run import by_layer, passes
+from kvjax.run import by_layer, passes, prefill
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting
 from kvjax.run.plan import bind
@@ -51,15 +51,30 @@ def test_a_deep_model_compiles_as_many_programs_as_a_shallow_one(compiled, metho
         compiled.clear()
         kvjax.generate(toy_model(layers=layers), PROMPTS, method, max_new_tokens=4, loop="layers")
         counts.append(len(compiled))
-    assert counts == [3, 3]  # a prompt's layers but the last one, the last one, a step
+    assert counts == [2, 2]  # a prompt's layer, and a step's
 
 
 def test_layers_with_windows_of_their_own_have_programs_of_their_own(compiled):
     model = toy_model(layers=4, windows=(None, 5, None, 5))
     kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="layers")
-    assert len(compiled) == 3 + 2  # a prompt's first and second layer and its last; two steps
+    assert len(compiled) == 2 + 2  # a prompt's first and second layer, and a step's
     exact = kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="while")
     assert kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="layers").tokens == exact.tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_of_a_long_prompts_last_layer_only_what_is_looked_at_is_asked(method, compiled, monkeypatch):
+    model = toy_model(layers=3, windows=(None, 5, 5))
+    want, exact = kvjax.prefill(model, PROMPTS, method, capacity=64)
+    monkeypatch.setattr(prefill, "SHORT", 0)
+    compiled.clear()
+    got, few = kvjax.prefill(model, PROMPTS, method, capacity=64)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, kvjax.kept_positions(few), kvjax.kept_positions(exact))
+    after = [kvjax.extend(model, [[7], [8]], cache)[0] for cache in (few, exact)]
+    np.testing.assert_allclose(*after, atol=1e-5)
+    asks_all = any(layer.needs.queries is None for layer in few.plan)
+    assert any(site.last for site in compiled) or asks_all
 
 
 @pytest.mark.parametrize("method", METHODS)
