@@ -54,7 +54,10 @@ class KVCrush:
 
     def representatives(self, units: Units, count: Array, places: int) -> Array:
         """Section III-B, and Units -> i32[B places] as in `Represent`."""
-        bits = votes(units, self.bits)
+        return self.by_signature(votes(units, self.bits), units, count, places)
+
+    def by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
+        """The same, from the units' signatures bool[B U n]."""
         d = hamming(pack(bits), pack(self._anchor(bits, units.valid)))
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
         if self.rule == "bins":

@@ -1,0 +1,77 @@
+"""Why KVCrush gains or not: what the script says is kept is what the methods keep."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kvjax
+from experiments import kvcrush_why
+from kvjax import KvjaxError
+from kvjax.run.exact import read_exactly
+from kvjax.run.plan import bind
+from kvjax.testing import toy_model
+
+LENGTH, MORE, BUDGET = 60, 8, 24
+METHODS = {"base": "snapkv:budget=24,window=8", "kvcrush": "snapkv:budget=24,window=8 + kvcrush:share=0.25"}
+
+
+@pytest.fixture(scope="module")
+def read():
+    """(the model, rows, what is known of each of its layers)."""
+    model = toy_model()
+    rows = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, LENGTH + MORE))
+    exact, plan = read_exactly(model, rows), bind(METHODS["base"], model.config)
+    pairs = zip(plan, exact.prompts, strict=True)
+    return model, rows, [kvcrush_why.layered(layer, prompt, exact, LENGTH) for layer, prompt in pairs]
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_what_is_kept_is_what_the_method_keeps(read, kind):
+    model, rows, layers = read
+    held = kvjax.read(model, rows[:, :LENGTH], METHODS[kind]).kept_positions()
+    for layer, expected in zip(layers, held, strict=True):
+        stays, anyway = kvcrush_why.kept(layer, layer.bits, BUDGET, kind)
+        found = [[np.flatnonzero(head).tolist() for head in row] for row in np.asarray(stays)]
+        assert found == [[sorted(head.tolist()) for head in row] for row in expected]
+        assert not (anyway & ~stays).any() and bool(anyway.any()) <= (kind == "kvcrush")
+
+
+@pytest.mark.parametrize("kind", kvcrush_why.KINDS)
+def test_every_kind_keeps_the_budget(read, kind):
+    for layer in read[2]:
+        assert (np.asarray(kvcrush_why.kept(layer, layer.bits, BUDGET, kind)[0]).sum(-1) == BUDGET).all()
+
+
+def test_the_future_is_the_attention_of_what_follows(read):
+    """In NumPy, for the first layer."""
+    model, rows, layers = read
+    prompt = read_exactly(model, rows).prompts[0]
+    q, k = (np.asarray(x, np.float64)[..., : LENGTH + MORE, :] for x in (prompt.q, prompt.k))
+    s = np.einsum("bkgth,bksh->bkgts", q, k) / np.sqrt(q.shape[-1])
+    s = np.where(np.tri(LENGTH + MORE, dtype=bool), s, -np.inf)[:, :, :, LENGTH:]
+    p = np.exp(s - s.max(-1, keepdims=True))
+    mass = (p / p.sum(-1, keepdims=True)).mean((2, 3))[:, :, :LENGTH]
+    mass[:, :, 0] = 0
+    np.testing.assert_allclose(layers[0].future, mass, atol=1e-6)
+
+
+def test_signatures_are_counted():
+    bits = np.array([[[0, 1], [0, 1], [1, 1], [0, 1]], [[0, 0], [0, 1], [1, 0], [1, 1]]], bool)
+    assert kvcrush_why.signatures(bits) == {"bits": 2, "distinct": 3.0, "largest": 0.5}
+
+
+def test_the_script_ends_with_one_document(directory, capsys):
+    arguments = ["--model", str(directory), "--length", "64", "--tokens", "8", "--windows", "2"]
+    kvcrush_why.main([*arguments, "--budgets", "1/4,1/2"])
+    results = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
+    assert list(results["budgets"]) == ["1/4", "1/2"] and results["windows"] == 2
+    for found in results["budgets"].values():
+        assert 0 < found["kept"]["base"] <= 1 and set(found["gain"]) == {"kvcrush", "joined", "even"}
+        for kind, (gain, error) in found["gain"].items():
+            assert gain == pytest.approx(found["kept"][kind] - found["kept"]["base"], abs=1e-6) and error >= 0
+    assert results["signatures"]["joined"] == results["signatures"]["one layer"]  # the model has one layer
+    with pytest.raises(KvjaxError, match="1/8 leaves no room for representatives"):
+        kvcrush_why.main([*arguments, "--budgets", "1/8"])
