@@ -29,7 +29,6 @@ from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.types import Array, Block
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.eval.tasks import packaged
 from kvjax.methods.kvcrush import KVCrush, votes
 from kvjax.run.exact import Exact, read_exactly
 from kvjax.run.plan import bind
@@ -140,7 +139,6 @@ def signatures(bits: np.ndarray) -> dict[str, float]:
 
 def measure(model: Model, args: Any) -> dict[str, Any]:
     """All layers, all budgets."""
-    args.text = None if args.text is None else packaged.located(args.text)
     rows = common.windows(args, model, args.length + args.tokens)
     exact = read_exactly(model, rows)
     plan = bind(f"snapkv:budget={args.length},window={WINDOW}", model.config)

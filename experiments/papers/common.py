@@ -15,6 +15,7 @@ from experiments.bench.common import progress
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.command import words
+from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.models.tokenizer import FILE
 from kvjax.run.exact import held_in_full
@@ -29,7 +30,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
-    p.add_argument("--text", type=Path, help="text to continue, UTF-8 (default: held-out source code)")
+    p.add_argument("--text", type=Path, help="a UTF-8 text to continue, or essays (default: held-out source code)")
     p.add_argument("--out", type=Path, default=Path("out"), help="folder for plots")
     p.add_argument("--seed", type=int, default=SEED)
     return p
@@ -98,7 +99,7 @@ def _text(path: Path | None) -> str:
         tokens = corpus.load("held_out").tokens
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
     try:
-        return path.read_text(encoding="utf-8")
+        return packaged.read(path)
     except (OSError, UnicodeDecodeError) as e:
         raise KvjaxError(f"cannot read --text {path} ({e}); give a UTF-8 text file") from e
 
