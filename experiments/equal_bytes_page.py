@@ -211,27 +211,27 @@ def _curves(result: Result, family: str, task: str) -> list[Curve]:
     return curves
 
 
-def page(result: Result, plot: str) -> str:
-    """The page, which shows the plot of that name."""
+def page(result: Result, plot: str | None) -> str:
+    """The page, which shows the plot of that name, if there is one."""
     document = result.document
     contexts = {task: len(result.contexts(FULL, task)) for task in document["tasks"]}
     counts = ", ".join(f"{n} of {TITLES[task]}" for task, n in contexts.items())
     by_task = "\n\n".join(family_table(result, task) for task in document["tasks"])
     by_share = "\n\n".join(f"### {share}\n\n{share_table(result, share)}" for share in result.shares)
     machine = document["machine"]
+    shows = f"\n![quality against bytes]({plot})\n" if plot else ""
     return f"""# Methods at equal bytes
 
 Written by `python -m experiments.equal_bytes_page` from what `python -m experiments.equal_bytes` measured on
-`{document["model"]}`: contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds ({counts}; the windows
-of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit the share of
-the full cache's; several settings of one method are alternatives. Questions come after the context was compressed,
-except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is bits per byte
-above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of paired
-differences.
+`{document["model"]}`: contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds
+({counts};
+the windows of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit
+the share of the full cache's; several settings of one method are alternatives. Questions come after the context was
+compressed, except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is
+bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of
+paired differences.
 {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
-
-![quality against bytes]({plot})
-
+{shows}
 ## Which family where
 
 The best of each family, which is a maximum over its methods and so a little too high, and the family's median.
@@ -249,13 +249,15 @@ The best of each family, which is a maximum over its methods and so a little too
 
 
 def main() -> None:
-    """Writes page and plot."""
+    """Writes the page, and the plot where there are several shares."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="what experiments.equal_bytes summed up")
     path = p.parse_args().results
     result, plot = Result(json.loads(path.read_text())), DOCS / f"{path.stem}.png"
-    draw(result, plot)
-    (DOCS / f"{path.stem}.md").write_text(page(result, plot.name))
+    curves = len(result.shares) > 1
+    if curves:
+        draw(result, plot)
+    (DOCS / f"{path.stem}.md").write_text(page(result, plot.name if curves else None))
 
 
 if __name__ == "__main__":

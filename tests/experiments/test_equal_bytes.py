@@ -73,7 +73,16 @@ def test_an_unknown_family_is_named(run):
         run("--families", "wishful")
 
 
-def test_all_settings_are_of_methods_that_there_are():
-    families = equal_bytes.tomllib.loads(Path(equal_bytes.FAMILIES).read_text())["family"]
-    for settings in [s for family in families for line in family["methods"] for s in line.split(";")]:
-        kvjax.parse(settings.strip())
+@pytest.mark.parametrize("settings", [equal_bytes.FAMILIES, equal_bytes.FAMILIES.with_name("smollm2.toml")])
+def test_all_settings_are_of_methods_that_there_are(settings):
+    families = equal_bytes.tomllib.loads(settings.read_text())["family"]
+    assert not any("," in family["name"] for family in families)  # --families takes them separated by commas
+    for text in [s for family in families for line in family["methods"] for s in line.split(";")]:
+        kvjax.parse(text.strip())
+
+
+def test_the_readmes_table_is_that_of_the_records():
+    results = equal_bytes.RESULTS.with_name("equal_bytes.smollm2.json")
+    result = equal_bytes_page.Result(json.loads(results.read_text()))
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert equal_bytes_page.share_table(result, "1/4") in readme
