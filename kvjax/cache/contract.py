@@ -31,7 +31,7 @@ class LayerSpec:
     kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
     """
 
-    index: int  # 0 for the first layer
+    index: int  # 0 for the first layer; who reads it in a layer's calls has no compiled program in common with others
     layers: int  # L
     kv_heads: int  # K
     groups: int  # G, query heads per key/value head
@@ -205,7 +205,7 @@ class _Unnumbered(LayerSpec):
         return isinstance(other, _Unnumbered) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash(tuple(vars(self).items()))
+        return hash(frozenset(vars(self).items()))
 
     def __repr__(self) -> str:
         return f"_Unnumbered({vars(self)})"

@@ -14,20 +14,24 @@ FEW = 64
 
 def product(x: Array, w: Array) -> Array:
     """x [T in], w [in out] -> [T out] in x's dtype."""
-    if x.dtype == jnp.float32 or x.shape[0] > FEW or jax.default_backend() != "cpu":
+    if not _few_and_narrow(x):
         return x @ w
-    return summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
 
 
 def scored(x: Array, rows: Array) -> Array:
     """x [T D], rows [V D] -> dot products f32[T V]."""
     dims = (((1,), (1,)), ((), ()))
-    if x.dtype == jnp.float32 or x.shape[0] > FEW or jax.default_backend() != "cpu":
+    if not _few_and_narrow(x):
         return lax.dot_general(x, rows, dims).astype(jnp.float32)
-    return summed(x, rows, dims)
+    return _summed(x, rows, dims)
 
 
-def summed(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
+def _few_and_narrow(x: Array) -> bool:
+    return x.shape[0] <= FEW and x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
+
+
+def _summed(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
     """A product with sums in float32; one row goes beside another, as XLA's CPU code for a single one is slow."""
     several = jnp.pad(x, ((0, 1), (0, 0))) if x.shape[0] == 1 else x
     return lax.dot_general(several, w, dims, preferred_element_type=jnp.float32)[: x.shape[0]]

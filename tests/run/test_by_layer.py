@@ -111,6 +111,8 @@ def test_a_layer_is_found_in_whatever_holds_it():
 
     one, two = (unnumbered(Pair((spec, specs[0]))) for spec in specs)
     assert one == two and hash(one) == hash(two) and one != unnumbered(Pair((specs[0],)))
+    again = dataclasses.replace(one.inner[0], index=7)  # its fields come in another order
+    assert again == one.inner[0] and hash(again) == hash(one.inner[0])
 
 
 def test_a_step_in_place_copies_no_host_buffer():
