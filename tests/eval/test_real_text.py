@@ -14,6 +14,7 @@ from kvjax import cli
 from kvjax.core.packages import InPackage
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import evaluate
+from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks import haystack, packaged, suite, symbols
 from kvjax.eval.tasks.case import Ask, Spec
 from kvjax.eval.tasks.essays import CITIES, HEAD, WORDING
@@ -170,7 +171,7 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
     (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
     batch, marks = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
-    (record,) = evaluate.records(model, "full", method, batch, False, marks)
+    (record,) = evaluate.records(Reader(model), "full", method, batch, False, marks)
     (logp,) = kvjax.score(model, [case.context], [case.follows], method)
     assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
     assert len(logp) == len("    return x + 1\n") == 17
