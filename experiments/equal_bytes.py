@@ -85,10 +85,11 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
         with contextlib.ExitStack() as stack:
             cases, records = _opened(model, family, methods, seed, args, stack)
             how = {"batch": args.batch, "seed": seed}
+            remaining = [method for method in methods if method not in wrong]
             try:
-                evaluate(model, [m for m in methods if m not in wrong], cases, records, **how)
+                evaluate(model, remaining, cases, records, **how)
             except KvjaxError:  # one by one, to find which it is
-                for method in methods:
+                for method in remaining:
                     try:
                         evaluate(model, [method], cases, records, **how)
                     except KvjaxError as e:

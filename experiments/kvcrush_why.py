@@ -11,6 +11,7 @@ how much of it falls on the tokens kept (the mean over layers and heads; the fir
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ def _future(prompt: Prompt, length: int, end: int) -> Array:
     return mass.at[:, :, 0].set(0.0)
 
 
+@functools.partial(jax.jit, static_argnames=("budget", "kind"))
 def kept(found: Layered, bits: Array, budget: int, kind: str) -> tuple[Array, Array]:
     """bool[B K T]: the tokens that stay, and those representatives (the same for all heads) that would have anyway."""
     T = found.scores.shape[3]
@@ -116,7 +118,7 @@ def told(found: Layered, joined: Array, budget: int) -> Told:
     """What all kinds keep in one layer."""
     total, keeps, anyway = found.future.sum((1, 2)), {}, {}
     for kind in KINDS:
-        stays, same = jitted(found, joined if kind == "joined" else found.bits, budget, kind)
+        stays, same = kept(found, joined if kind == "joined" else found.bits, budget, kind)
         keeps[kind] = np.asarray(jnp.where(stays, found.future, 0.0).sum((1, 2)) / total)
         reps = int((budget - WINDOW) * SHARE)
         if kind != "base" and reps:
@@ -124,16 +126,13 @@ def told(found: Layered, joined: Array, budget: int) -> Told:
     return Told(keeps, anyway)
 
 
-jitted = jax.jit(kept, static_argnames=("budget", "kind"))
-
-
 def signatures(bits: np.ndarray) -> dict[str, float]:
     """Of signatures bool[B T N] of evictable tokens: how many differ, and the share of tokens that have the same."""
     counts = [np.unique(row, axis=0, return_counts=True)[1] for row in bits]
     return {
         "bits": bits.shape[2],
-        "distinct": float(np.mean([len(c) for c in counts])),
-        "largest": float(np.mean([c.max() / c.sum() for c in counts])),
+        "distinct": float(np.mean([len(buckets) for buckets in counts])),
+        "largest": float(np.mean([buckets.max() / buckets.sum() for buckets in counts])),
     }
 
 
@@ -172,23 +171,24 @@ def _mean(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _summed(every: Sequence[Told]) -> dict[str, Any]:
     """The mean over layers; gains over SnapKV alone with the standard error over windows."""
-    kept = {kind: np.mean([x.kept[kind] for x in every], 0) for kind in KINDS}
-    found: dict[str, Any] = {"kept": {kind: float(x.mean()) for kind, x in kept.items()}}
-    found["gain"] = {
-        kind: (float((x - kept["base"]).mean()), float((x - kept["base"]).std(ddof=1) / len(x) ** 0.5))
-        for kind, x in kept.items()
-        if kind != "base"
+    held = {kind: np.mean([layer.kept[kind] for layer in every], 0) for kind in KINDS}
+    gains = {kind: mass - held["base"] for kind, mass in held.items() if kind != "base"}
+    return {
+        "kept": {kind: float(mass.mean()) for kind, mass in held.items()},
+        "gain": {kind: (float(more.mean()), _standard_error(more)) for kind, more in gains.items()},
+        "anyway": {kind: float(np.mean([layer.anyway[kind].mean() for layer in every])) for kind in every[0].anyway},
     }
-    names = every[0].anyway
-    found["anyway"] = {kind: float(np.mean([x.anyway[kind].mean() for x in every])) for kind in names}
-    return found
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def rows_of(results: Mapping[str, Any]) -> list[list[str]]:
     """A line per budget."""
     lines = []
     for share, found in results["budgets"].items():
-        gains = (f"{100 * g:+.2f} ± {100 * e:.2f}" for g, e in found["gain"].values())
+        gains = (f"{100 * mean:+.2f} ± {100 * error:.2f}" for mean, error in found["gain"].values())
         anyway = found["anyway"].get("kvcrush")
         lines.append([share, f"{found['kept']['base']:.1%}", *gains, "-" if anyway is None else f"{anyway:.0%}"])
     return lines

@@ -17,7 +17,7 @@ from kvjax.run.calls import extend, logits, prefill, score
 from kvjax.run.chat import chat, chat_ids
 from kvjax.run.context import Context, read, resume
 from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.generate import Result, generate, stream, stream_text
+from kvjax.run.generate import generate, stream, stream_text
 from kvjax.run.packed import pack_exactly, read_packed
 from kvjax.run.planned import planned_bytes
 from kvjax.run.prefixes import read_batch

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.cache.contract import KVMethod
     from kvjax.methods.catalogue import Recipe
     from kvjax.models.model import Model
-    from kvjax.run.generate import Result
     from kvjax.run.prompts import Prompts
+    from kvjax.run.result import Result
 
 
 MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"

@@ -68,14 +68,18 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Pre-norm attention and MLP with residuals.
+
+    last i32[B Q]: of each row only the outputs [B Q D] at these indices are wanted. The layer then makes keys and
+    values of all tokens, and queries of these only.
+    """
 
     config: Config
     layer: int
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
+    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None = None) -> tuple[Array, Any]:
         c = self.config
 
         def norm(name):
@@ -105,11 +109,7 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
 
 
 class Decoder(nn.Module):
-    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states).
-
-    last i32[B Q]: of each row only the hidden states [B Q D] at these indices are wanted. The last layer then makes
-    keys and values of all tokens, and queries of these only.
-    """
+    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states)."""
 
     config: Config
     dtype: jnp.dtype = jnp.float32
@@ -123,11 +123,11 @@ class Decoder(nn.Module):
         if not c.tie_embeddings:
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
 
-    def __call__(self, tokens: Array, pos: Array, attend: Attend, last: Array | None = None) -> tuple[Array, tuple]:
+    def __call__(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         x, angles = self.embed(tokens, pos)
         states = []
         for block in self.blocks:
-            x, state = block(x, angles, attend, last if block is self.blocks[-1] else None)
+            x, state = block(x, angles, attend)
             states.append(state)
         return self.final_norm(x), tuple(states)
 

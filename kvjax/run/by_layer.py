@@ -7,7 +7,7 @@ decode step of small layers is faster as a part of one compiled loop (`kvjax.run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -102,18 +102,36 @@ def around(params: Any) -> Any:
 
 
 def through(
-    model: Model, tokens: Array, work: Pass, sites: Sequence[Site], mine: Sequence[Any], clock: Clock, pos: Array
+    model: Model, tokens: Array, pos: Array, work: Pass, sites: Sequence[Site], mine: Sequence[Any], clock: Clock
 ) -> tuple[Array, tuple[Any, ...]]:
     """A pass of tokens i32[B T] at pos i32[B T]: (what the last layer gives [B T|Q D], what became of `mine`).
 
     What each layer has of its own, `mine`, is used up.
     """
+
+    def run(_: int, **given: Any) -> Any:
+        return clock.start(LAYER_IN_PLACE, **given)
+
     setting = Setting(model.config, model.mesh)
-    x, angles = clock.start(EMBED, params=around(model.params), tokens=tokens, pos=pos, setting=setting)
+    embedded = clock.start(EMBED, params=around(model.params), tokens=tokens, pos=pos, setting=setting)
+    return _through_layers(model, *embedded, work, sites, mine, run)
+
+
+def _through_layers(
+    model: Model,
+    x: Array,
+    angles: Angles,
+    work: Pass,
+    sites: Sequence[Site],
+    mine: Sequence[Any],
+    run: Callable[..., Any],
+) -> tuple[Array, tuple[Any, ...]]:
+    """As `through`, from the embedded tokens on; run(i, **arguments) calls the program of layer i."""
+    shared = {"angles": angles, "work": work, "setting": Setting(model.config, model.mesh)}
     results, carry = [], None
-    for i, site in enumerate(sites):
-        given = {"params": model.params[f"layer_{i}"], "x": x, "angles": angles, "carry": carry, "work": work}
-        x, result, carry = clock.start(LAYER_IN_PLACE, **given, mine=mine[i], setting=setting, site=site)
+    for i, (site, own) in enumerate(zip(sites, mine, strict=True)):
+        params = model.params[f"layer_{i}"]
+        x, result, carry = run(i, params=params, x=x, mine=own, carry=carry, site=site, **shared)
         results.append(result)
     return x, tuple(results)
 
@@ -141,15 +159,16 @@ class Stepper:
         model, setting = self.model, Setting(self.model.config, self.model.mesh)
         top, length = around(model.params), cache.length
         x, angles, pos = self._run(0, BEHIND, params=top, tokens=tokens, length=length, real=real, setting=setting)
-        work, program = Advance(pos, self.commit), LAYER_IN_PLACE if self.in_place else LAYER
-        states, carry = [], None
-        for i, site in enumerate(passes.sites(cache.plan, model.config)):
-            given = {"params": model.params[f"layer_{i}"], "x": x, "angles": angles, "carry": carry, "work": work}
-            x, state, carry = self._run(i + 1, program, **given, mine=cache.layers[i], setting=setting, site=site)
-            states.append(state)
+        program = LAYER_IN_PLACE if self.in_place else LAYER
+
+        def run(i: int, **given: Any) -> Any:
+            return self._run(i + 1, program, **given)
+
+        where = passes.sites(cache.plan, model.config)
+        x, layers = _through_layers(model, x, angles, Advance(pos, self.commit), where, cache.layers, run)
         more = {"length": length, "real": real, "commit": self.commit, "setting": setting}
-        out, length = self._run(len(states) + 1, FINISH_BEHIND, params=top, x=x, **more)
-        return out, dataclasses.replace(cache, layers=tuple(states), length=length)
+        out, length = self._run(len(layers) + 1, FINISH_BEHIND, params=top, x=x, **more)
+        return out, dataclasses.replace(cache, layers=layers, length=length)
 
     def _run(self, number: int, program: Program, **arguments: Any) -> Any:
         if number == len(self.programs):

@@ -9,7 +9,8 @@ from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.models.chat import FILE, ChatTemplate, Conversation
 from kvjax.models.model import Model
-from kvjax.run.generate import Result, generate
+from kvjax.run.generate import generate
+from kvjax.run.result import Result
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '[{"role": "user", "content": "Hello"}]'

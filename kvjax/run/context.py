@@ -20,9 +20,10 @@ from kvjax.models.model import Model
 from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
-from kvjax.run.generate import Decoding, Result, decoding, joined
+from kvjax.run.decode import Decoding, decoding
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, round_up, token_ids
+from kvjax.run.result import Result, joined
 from kvjax.run.sampling import sampler
 from kvjax.run.stops import Stop
 

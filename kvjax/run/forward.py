@@ -27,7 +27,7 @@ class Setting:
 
 
 def apply(params: Any, setting: Setting, tokens: Array, pos: Array, attend, method, **more) -> tuple[Array, tuple]:
-    """Runs a Decoder method with the parameters' dtype."""
+    """Runs a Decoder method with the parameters' dtype; `more` goes to flax."""
     decoder = Decoder(setting.config, params["embedding"].dtype)
     return decoder.apply({"params": params}, tokens, pos, attend, **more, method=method)
 

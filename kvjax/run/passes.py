@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +23,7 @@ from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 from kvjax.run import devices
 from kvjax.run.forward import Plan, Setting, apply, heads, positions, unembed
-from kvjax.run.reading import Prompt, encode, seen_by, shown
+from kvjax.run.reading import Prompt, encode, output_projection, seen_by, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +46,20 @@ class Fresh(NamedTuple):
     output: Array  # [1 K G H D], the layer's output projection
 
 
-class Pass(Protocol):
+class Pass:
     """What happens in every layer; a pytree of what all layers share."""
 
     def wanted(self, site: Site) -> Array | None:
         """i32[B Q]: of which tokens the layer's output is wanted; None: of all."""
+        return None
 
     def attend(self, site: Site, mine: Any, fresh: Fresh, carry: Any, mesh: Mesh | None) -> tuple[Array, Any, Any]:
         """Attention in one layer: (out [B K G T|Q H], what becomes of the layer's own `mine`, the next carry)."""
+        raise NotImplementedError
 
 
 @pytree
-class Whole:
+class Whole(Pass):
     """A prompt in one piece: each layer's exact keys and values exist until its state has been made of them."""
 
     lengths: Array  # i32[B]
@@ -74,8 +76,9 @@ class Whole:
         q, k, v, x, output = fresh
         needs, lengths, first = site.layer.needs, self.lengths, 0
         if self._few(site):
-            block, asking = Block(k, v, self._positions(k)), last_positions(lengths, self.queries)
-            out, first = merge([attend_dense(q, block, asking, site.window, needs.pattern)]), lengths - self.queries
+            block = Block(k, v, positions(k[:, 0, :, 0], lengths)[:, None])
+            asking, first = last_positions(lengths, self.queries), lengths - self.queries
+            out = merge([attend_dense(q, block, asking, site.window, needs.pattern)])
         else:
             out = causal(q, k, v, window=site.window, pattern=needs.pattern)
         hidden = x[:, None] if needs.hidden else None
@@ -85,20 +88,13 @@ class Whole:
     def _few(self, site: Site) -> bool:
         return site.last and self.queries is not None
 
-    def _positions(self, k: Array) -> Array:
-        return positions(k[:, 0, :, 0], self.lengths)[:, None]
-
 
 @pytree
-class Piece:
+class Piece(Pass):
     """One piece of a prompt behind the pieces before it, which each layer holds exactly, or has fed to its method."""
 
     start: Array  # i32[], the position of the piece's first token
     lengths: Array  # i32[B], of whole prompts
-
-    def wanted(self, site: Site) -> None:
-        """All."""
-        return None
 
     def attend(
         self, site: Site, mine: Prompt | Any, fresh: Fresh, carry: Any, mesh: Mesh | None
@@ -120,16 +116,12 @@ class Piece:
 
 
 @pytree
-class Repeat:
+class Repeat(Pass):
     """Tokens behind a whole prompt that repeat one piece of it, for what methods see in that (`Needs.probe`)."""
 
     start: Array  # i32[], the position of the piece's first token
     count: Array  # i32[B], how many of a row's tokens are real
     lengths: Array  # i32[B], of the prompts
-
-    def wanted(self, site: Site) -> None:
-        """All."""
-        return None
 
     def attend(
         self, site: Site, mine: Prompt, fresh: Fresh, carry: Any, mesh: Mesh | None
@@ -158,15 +150,11 @@ def repeated_positions(tokens: Array, count: Array, lengths: Array) -> Array:
 
 
 @pytree
-class Advance:
+class Advance(Pass):
     """Tokens on what a cache holds, of which the first `commit` are kept."""
 
     pos: Array  # i32[B T], -1 for padding
     commit: int = dataclasses.field(metadata={"static": True})
-
-    def wanted(self, site: Site) -> None:
-        """All."""
-        return None
 
     def attend(self, site: Site, mine: Any, fresh: Fresh, carry: Any, mesh: Mesh | None) -> tuple[Array, Any, Any]:
         """What the method makes of it."""
@@ -188,8 +176,8 @@ def sites(
 def attention(params: Any, work: Pass, site: Site, mine: Any, carry: Any, setting: Setting, *made: Array):
     """`work.attend` in the layer of these parameters, on what it made: q, k, v, x."""
     q, k, v, x = made
-    output = params["attention"]["o"]["kernel"][None]
-    return work.attend(site, mine, Fresh(*heads(q, k, v, setting.mesh), x, output), carry, setting.mesh)
+    fresh = Fresh(*heads(q, k, v, setting.mesh), x, output_projection(params))
+    return work.attend(site, mine, fresh, carry, setting.mesh)
 
 
 def behind(tokens: Array, length: Array, real: Array | None) -> Array:

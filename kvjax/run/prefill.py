@@ -131,9 +131,8 @@ def _whole(
     wanted = [layer.needs.queries for layer in plan]
     queries = None if None in wanted or tokens.shape[1] <= SHORT else max(1, *wanted)
     where, nothing = sites(plan, model.config, slots, queries is not None), (None,) * len(plan)
-    x, layers = through(
-        model, tokens, Whole(lengths, capacity, queries), where, nothing, clock, forward.positions(tokens)
-    )
+    work, pos = Whole(lengths, capacity, queries), forward.positions(tokens)
+    x, layers = through(model, tokens, pos, work, where, nothing, clock)
     at = lengths - 1 if queries is None else jnp.full_like(lengths, x.shape[1] - 1)
     last = clock.start(by_layer.PICK, x=x, at=at)
     return by_layer.logits(model, last, clock), Cache(layers, lengths, capacity, plan, model.config)
@@ -173,7 +172,7 @@ def pieces(
         part = place(model, tokens[:, start : start + piece], "B T")
         work, pos = Piece(jnp.int32(start), lengths), start + forward.positions(part)
         with clock.timed():
-            x, layers = through(model, part, work, where, past.layers, clock, pos)
+            x, layers = through(model, part, pos, work, where, past.layers, clock)
             last = clock.start(LAST, x=x, at=lengths - 1 - start, otherwise=past.last)
             past = jax.block_until_ready(Past(layers, last))
     return past
@@ -193,13 +192,14 @@ def encoded(
     keep: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
         more = {"lengths": lengths, "setting": setting}
-        where = sites(plan, model.config)
-        measures = [clock.call(MEASURE, prompt=p, site=site, **more) for p, site in zip(prompts, where, strict=True)]
+        seen = zip(prompts, sites(plan, model.config), strict=True)
+        measures = [clock.call(MEASURE, prompt=prompt, site=site, **more) for prompt, site in seen]
         tokens = np.asarray(clock.call(SHARES, measures=jnp.stack(measures), lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
         most = [round_up(int(row.max()), 16) for row in tokens]
         slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
         keep = [place(model, row, "B") for row in tokens]
+    where = sites(plan, model.config, slots)
     layers: list[Any] = []
     below = None
     while prompts:
@@ -211,7 +211,6 @@ def encoded(
         if plan[i].needs.chunk:
             layers.append(prompt)  # fed through the method, it is a state already
             continue
-        site = Site(plan[i], model.config.window(i), slots[i])
         more = {"lengths": lengths, "keep": keep[i], "setting": setting, "capacity": capacity}
-        layers.append(clock.call(ENCODE, prompt=prompt, site=site, **more))
+        layers.append(clock.call(ENCODE, prompt=prompt, site=where[i], **more))
     return tuple(layers)

@@ -42,7 +42,7 @@ def probed(
         pos = jnp.maximum(repeated_positions(tokens, count, lengths), 0)
         with clock.timed():
             work = Repeat(jnp.int32(start), count, lengths)
-            _, prompts = jax.block_until_ready(through(model, tokens, work, where, prompts, clock, pos))
+            _, prompts = jax.block_until_ready(through(model, tokens, pos, work, where, prompts, clock))
     return list(prompts)
 
 

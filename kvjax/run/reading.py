@@ -27,11 +27,16 @@ class Prompt(NamedTuple):
     neighbour: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer above or below, likewise
 
 
+def output_projection(params: Any) -> Array:
+    """Of a layer's parameters, the output projection as methods take it: [1 K G H D]."""
+    return params["attention"]["o"]["kernel"][None]
+
+
 def with_output(params: Any, layer: Layer, i: int, prompt: Any) -> Any:
     """A layer's prompt, with the output projection of layer i where its method asks for that."""
     if not layer.needs.output:
         return prompt
-    return prompt._replace(output=params[f"layer_{i}"]["attention"]["o"]["kernel"][None])
+    return prompt._replace(output=output_projection(params[f"layer_{i}"]))
 
 
 def shown(layer: Layer, q: Array, first: Array | int, lengths: Array, before: Array | None = None) -> Array:

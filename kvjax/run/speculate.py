@@ -24,9 +24,9 @@ from kvjax.run import prefill as prompt_runner
 from kvjax.run.acceptance import Shift, shift
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
-from kvjax.run.generate import Result
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
+from kvjax.run.result import Result
 from kvjax.run.rounds import ROUNDS, START, Rounds
 from kvjax.run.sampling import Sampler, row_keys, sampler
 from kvjax.run.states import cropped, mesh_of, offered

@@ -17,9 +17,10 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.run import stops
 from kvjax.run.context import Context, read
-from kvjax.run.generate import Result, generate
+from kvjax.run.generate import generate
 from kvjax.run.planned import planned_bytes
 from kvjax.run.prompts import round_up
+from kvjax.run.result import Result
 from kvjax.testbed.tasks import Instance
 
 Rows = Sequence[np.ndarray]

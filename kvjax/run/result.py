@@ -1,0 +1,58 @@
+"""What generation returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.core.shown import shortened, sizes, table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Result:
+    """What `generate` returns; seconds are wall-clock, with compilation apart."""
+
+    tokens: list[list[int]]
+    text: list[str] | None  # None for a model without a tokenizer
+    finish_reasons: list[str]  # "stop": an end-of-sequence id or a stop string; "length": max_new_tokens
+    bytes: dict[str, int]  # of the KV state, by memory kind
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    decode_steps: int  # after the first token, which the prefill yields
+    rows: int  # that each step decoded
+
+    def __repr__(self) -> str:
+        first = shortened(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
+        more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
+        return f"Result({first} [{self.finish_reasons[0]}]{more}; {self._costs()})"
+
+    def _repr_html_(self) -> str:
+        texts = self.text or [str(row) for row in self.tokens]
+        lengths = map(len, self.tokens)
+        rows = zip(range(len(texts)), texts, lengths, self.finish_reasons, strict=True)
+        return table(self._costs(), ("row", "text" if self.text else "ids", "tokens", "ended by"), rows)
+
+    def _costs(self) -> str:
+        return f"{sizes(self.bytes)}, {self.tokens_per_second:,.1f} tokens/s"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens of all rows per second of the decode loop; 0 when no step was run."""
+        return self.decode_steps * self.rows / self.decode_seconds if self.decode_steps else 0.0
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """The results of batches that were decoded one after the other, as one; bytes are those of one batch."""
+
+    def every(field: str) -> list:
+        return [x for r in results for x in getattr(r, field)]
+
+    def total(field: str) -> Any:
+        return sum(getattr(r, field) for r in results)
+
+    summed = ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps")
+    text = None if results[0].text is None else every("text")
+    more = {field: total(field) for field in summed} | {"finish_reasons": every("finish_reasons")}
+    return dataclasses.replace(results[0], tokens=every("tokens"), text=text, **more)
