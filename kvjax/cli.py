@@ -276,9 +276,10 @@ def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
 def _models(args: argparse.Namespace) -> None:
     from checkpoints_convert import packaged
 
-    print("testbed       in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
+    width = max(map(len, packaged.MODELS))
+    print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
     for name, model in packaged.MODELS.items():
-        print(f"{name:13} {model.what}\n{'':13} {packaged.state(name)}")
+        print(f"{name:{width}} {model.what}\n{'':{width}} {packaged.state(name)}")
 
 
 def _methods(args: argparse.Namespace) -> None:

