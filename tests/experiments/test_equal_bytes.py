@@ -73,7 +73,7 @@ def test_an_unknown_family_is_named(run):
         run("--families", "wishful")
 
 
-@pytest.mark.parametrize("settings", [equal_bytes.FAMILIES, equal_bytes.FAMILIES.with_name("smollm2.toml")])
+@pytest.mark.parametrize("settings", [equal_bytes.FAMILIES, equal_bytes.FAMILIES.with_name("real_models.toml")])
 def test_all_settings_are_of_methods_that_there_are(settings):
     families = equal_bytes.tomllib.loads(settings.read_text())["family"]
     assert not any("," in family["name"] for family in families)  # --families takes them separated by commas
