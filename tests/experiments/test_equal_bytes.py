@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -66,6 +67,26 @@ def test_the_page_has_every_method_at_every_share(run, tmp_path):
     assert "- 1/4: `int8`" in page and "median" in page
     equal_bytes_page.draw(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_an_interval_holds_its_mean_95_times_of_100():
+    """Of means of 24 normal numbers, whose true mean is 1; resampling so few makes intervals a little too short."""
+    draw = np.random.default_rng(1)
+    intervals = [equal_bytes_page.interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
+    assert 0.88 <= np.mean([low < 1 < high for low, high in intervals]) <= 0.98
+    assert equal_bytes_page.interval(np.full(5, -3.0)) == (-3.0, -3.0)
+
+
+def test_differences_are_taken_context_by_context(run):
+    result = equal_bytes_page.Result(run())
+    scores = result.document["scores"]
+    by_hand = [
+        100 * (ours - full)
+        for seed in "01"
+        for ours, full in zip(scores["int8"]["turns"][seed], scores["full"]["turns"][seed], strict=True)
+    ]
+    np.testing.assert_allclose(result.differences("int8", "turns"), by_hand)
+    assert "| `int8` | " in equal_bytes_page.difference_table(result, "1/2")
 
 
 def test_an_unknown_family_is_named(run):
