@@ -1,7 +1,7 @@
 """How long a user waits for the compiler: cold, and with compiled programs on disk.
 
 python -m experiments.bench.compile [--methods "full;snapkv;kivi:bits=2;specache:bits=2"] [--depths 4,12,32]
-python -m experiments.bench.compile --model smollm2-135m
+python -m experiments.bench.compile --model smollm2-135m [--loop while]
 
 `generate` of one short prompt, which compiles all that it needs: once with an empty folder for compiled programs, once
 more when the process has forgotten them and the folder has not. Seconds of wall-clock time, those of tracing, lowering
@@ -27,6 +27,7 @@ import kvjax
 from experiments.bench.common import integers, machine, progress, report, table
 from experiments.bench.shapes import SHAPES
 from kvjax.core import program
+from kvjax.run.decode import LOOPS
 
 METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
 STAGES = {
@@ -54,21 +55,21 @@ def listened() -> Iterator[dict[str, dict[str, float]]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def once(model: kvjax.Model, method: str, tokens: int) -> dict[str, Any]:
+def once(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
     """One `generate` by a process that has forgotten all programs."""
     program.forget()
     with listened() as seconds:
         start = time.perf_counter()
-        kvjax.generate(model, [PROMPT], method, max_new_tokens=tokens, eos_ids=())
+        kvjax.generate(model, [PROMPT], method, max_new_tokens=tokens, eos_ids=(), loop=loop)
         total = time.perf_counter() - start
     return {"seconds": total, "programs": len(seconds["compile"]), "stages": {s: dict(x) for s, x in seconds.items()}}
 
 
-def measure(model: kvjax.Model, method: str, tokens: int) -> dict[str, Any]:
+def measure(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
     """Cold, then warm, with a folder of their own."""
     with kept_in_a_new_folder():
-        runs = {name: once(model, method, tokens) for name in ("cold", "warm")}
-    return {"method": method, "layers": model.config.layers, **runs}
+        runs = {name: once(model, method, tokens, loop) for name in ("cold", "warm")}
+    return {"method": method, "layers": model.config.layers, "loop": loop, **runs}
 
 
 @contextlib.contextmanager
@@ -113,14 +114,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--depths", type=integers, default=[4, 12, 32], help="layers of the random models")
     p.add_argument("--model", help="a checkpoint instead")
     p.add_argument("--tokens", type=int, default=8, help="new tokens")
+    p.add_argument("--loop", choices=LOOPS, help="of `generate` (default: what it chooses)")
     args = p.parse_args(argv)
     before, cells = machine(), []
     for model in models(args):
         kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # what every first call of a process pays is paid
         for method in args.methods.split(";"):
             progress(f"{method}, {model.config.layers} layers")
-            cells.append(measure(model, method.strip(), args.tokens))
+            cells.append(measure(model, method.strip(), args.tokens, args.loop))
     title = f"compiling {args.model or args.shape}: one prompt of {len(PROMPT)} tokens, {args.tokens} new ones"
+    title += f", loop {args.loop!r}" if args.loop else ""
     notes = ["Stages are of the cold run, all programs together; warm programs come from the disk."]
     report("compile", before, [table(title, COLUMNS, map(row, cells))], notes, cells)
 

@@ -28,7 +28,10 @@ def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndar
     D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
     yield "model.embed_tokens.weight", np.array(params["embedding"])
     yield "model.norm.weight", np.array(params["final_norm"]["scale"])
-    yield "lm_head.weight", flat(params["head"]["kernel"], D)
+    yield (
+        "lm_head.weight",
+        np.array(params["embedding"]) if config.tie_embeddings else flat(params["head"]["kernel"], D),
+    )
     for i in range(config.layers):
         layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
         for name in ("q", "k", "v"):
@@ -41,7 +44,7 @@ def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndar
 
 
 class Peer:
-    """Greedy decoding of a batch by transformers, with sdpa attention (its fastest) and as many threads as ours."""
+    """Greedy decoding of a batch by transformers: our dtype and threads, sdpa attention (its fastest)."""
 
     def __init__(self, model: kvjax.Model):
         import torch
@@ -60,10 +63,14 @@ class Peer:
             rms_norm_eps=c.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
             max_position_embeddings=c.max_positions,
+            tie_word_embeddings=c.tie_embeddings,
         )
         self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-        weights = {k: torch.from_numpy(v) for k, v in state_dict(c, model.params)}
+        dtype = getattr(torch, model.dtype.name)
+        weights = {k: torch.from_numpy(v.astype(np.float32)).to(dtype) for k, v in state_dict(c, model.params)}
         self.module.load_state_dict(weights, strict=True, assign=True)
+        if c.tie_embeddings:
+            self.module.tie_weights()
 
     def prefill(self, ids: np.ndarray) -> float:
         """Runs the prompts i32[B T] into a new cache; returns seconds."""

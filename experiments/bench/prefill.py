@@ -11,9 +11,6 @@ once whole and once in chunks, and gives that process's peak memory beside what 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +22,7 @@ from experiments.bench.common import interleaved, machine, progress, report, sum
 from experiments.bench.ours import Ours
 from experiments.bench.peer import Peer, missing
 from experiments.bench.probes import Probes, product_probes
+from experiments.bench.process import alone, peak_bytes
 from experiments.bench.shapes import SHAPES, describe, prefill_flops
 
 
@@ -87,14 +85,8 @@ def beside_peer(args: argparse.Namespace) -> None:
     report("prefill", before, [table("Prefill, method full", COLUMNS, shown)], lines, results)
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def long_prompt(model: str, tokens: int, chunk: int | None, answer) -> None:
-    """Runs in a process of its own: the peak of a process never falls."""
+def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
+    """Seconds, and bytes of memory; runs in a process of its own."""
     m = kvjax.load(model)
     ids = np.random.default_rng(0).integers(0, min(256, m.config.vocab_size), (1, tokens), np.int32)
     kvjax.prefill(m, ids[:, :64], kvjax.zoo.full())  # what the library itself needs belongs to "before"
@@ -104,7 +96,7 @@ def long_prompt(model: str, tokens: int, chunk: int | None, answer) -> None:
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache)
     one = 4 * m.config.heads * tokens**2
-    answer.put({"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one})
+    return {"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one}
 
 
 LONG_COLUMNS = (
@@ -121,16 +113,9 @@ LONG_COLUMNS = (
 def very_long(args: argparse.Namespace) -> None:
     """The second form."""
     before, results, lines, tokens = machine(), [], [], args.tokens or 32_768
-    spawn = multiprocessing.get_context("spawn")
     for chunk in (None, args.chunk):
         progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
-        answer = spawn.Queue()
-        process = spawn.Process(target=long_prompt, args=(args.model, tokens, chunk, answer))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"the process that measured the prompt ended with status {process.exitcode}")
-        r = answer.get()
+        r = alone(long_prompt, args.model, tokens, chunk)
         results.append({"model": args.model, "tokens": tokens, "chunk": chunk, **r})
         mega = (f"{x / 1e6:.0f}" for x in (r["before"], r["peak"], sum(r["state"].values()), r["s_by_s"]))
         lines.append([tokens, chunk, f"{r['seconds']:.2f}", *mega])

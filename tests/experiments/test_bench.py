@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 from typing import Any
 
 import jax
@@ -11,7 +10,20 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.bench import common, compile, decode, host, ours, peer, prefill, probes, shapes
+from experiments.bench import (
+    common,
+    compile,
+    decode,
+    dtypes,
+    host,
+    memory,
+    ours,
+    peer,
+    prefill,
+    probes,
+    process,
+    shapes,
+)
 from kvjax.models import checkpoint
 from kvjax.testing import toy_model
 
@@ -162,9 +174,7 @@ def test_prefill_measures_operations_per_second(toy_shapes, capsys):
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_very_long_prompt_reports_its_peak(toy, tmp_path, chunk):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    answer = queue.SimpleQueue()
-    prefill.long_prompt(str(tmp_path / "toy"), 96, chunk, answer)
-    r = answer.get()
+    r = prefill.long_prompt(str(tmp_path / "toy"), 96, chunk)
     assert 2**20 < r["before"] <= r["peak"] < 2**40
     assert r["s_by_s"] == 4 * 4 * 96 * 96
     assert r["state"]["device"] > 2 * 3 * 2 * 8 * 96 * 4
@@ -199,3 +209,45 @@ def test_compile_tells_every_program_cold_and_warm(capsys, monkeypatch, toy):
         for run in (cell["cold"], cell["warm"]):
             assert set(run["stages"]) == {"trace", "lower", "compile"} and run["seconds"] > 0
             assert run["programs"] == len(run["stages"]["compile"]) and "_layer" in run["stages"]["compile"]
+
+
+def test_compile_asks_for_a_loop(capsys, monkeypatch, toy):
+    monkeypatch.setitem(compile.SHAPES, "toy", toy.config)
+    compile.main(["--shape", "toy", "--depths", "3", "--methods", "full", "--tokens", "2", "--loop", "while"])
+    (cell,) = last_line(capsys)["results"]
+    assert cell["loop"] == "while" and "until" in "".join(cell["cold"]["stages"]["compile"])
+
+
+def test_dtypes_are_measured_in_turns(toy, tmp_path, capsys):
+    checkpoint.save(tmp_path / "toy", toy.config, toy.params)
+    dtypes.main(f"--model {tmp_path / 'toy'} --context 20 --batches 1,2 --steps 2 --repeats 2".split())
+    results = last_line(capsys)["results"]
+    sides = ["kvjax"] + ["transformers"] * (peer.missing() is None)
+    each = [(batch, side, dtype) for batch in (1, 2) for dtype in ("float32", "bfloat16") for side in sides]
+    assert [(r["batch"], r["side"], r["dtype"]) for r in results] == each
+    assert all(r["prefill_seconds"] > 0 and r["tokens_per_second"] > 0 for r in results)
+
+
+def test_a_tied_head_reaches_the_peer_as_the_embedding():
+    model = kvjax.random_model(sizes(tied=True)[0], dtype="bfloat16")
+    there = dict(peer.state_dict(model.config, model.params))
+    np.testing.assert_array_equal(there["lm_head.weight"], there["model.embed_tokens.weight"])
+    if not peer.missing():
+        module = peer.Peer(model).module
+        assert {str(weight.dtype) for weight in module.parameters()} == {"torch.bfloat16"}
+        assert module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
+
+
+def test_memory_of_each_stage_is_told(toy, tmp_path):
+    checkpoint.save(tmp_path / "toy", toy.config, toy.params)
+    found = process.alone(memory.used, str(tmp_path / "toy"), "bfloat16", 20)
+    assert found["before"] <= found["loaded"] <= found["read"] <= found["decoded"] < 2**40
+    assert found["weights"] == sum(x.size for x in jax.tree.leaves(toy.params)) * 2
+    # Keys and values of 20 tokens and room for 16 more, in pages of 16.
+    assert found["cache"] >= 2 * toy.config.layers * toy.config.kv_heads * toy.config.head_dim * 36 * 2
+    assert len(memory.row("toy", "bfloat16", 20, found)) == len(memory.COLUMNS)
+
+
+def test_a_process_of_its_own_that_fails_ends_the_run():
+    with pytest.raises(SystemExit, match="the process that ran used ended with status 1"):
+        process.alone(memory.used, "/nowhere", "float32", 20)

@@ -1,0 +1,84 @@
+"""Peak memory of loading a model, reading a prompt and decoding, beside what weights and cache need.
+
+python -m experiments.bench.memory [--models smollm2-135m,125m] [--dtypes float32,bfloat16] [--tokens 1024]
+
+Each line is a process of its own. "Beyond" is the peak less what the process held before it loaded the model, less the
+weights and the cache: the workspace, compiled programs included. A model that is stored in another dtype is converted
+as it is loaded; a second copy of the weights would show there. `125m` is a random model, saved in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from experiments.bench.common import machine, progress, report, table
+from experiments.bench.process import alone, peak_bytes
+from experiments.bench.shapes import SHAPES
+from kvjax.eval.run.command import words
+from kvjax.models import checkpoint
+
+NEW = 16  # tokens that are decoded
+STAGES = ("loaded", "read", "decoded")
+
+
+def used(model: str, dtype: str, tokens: int) -> dict[str, int]:
+    """Bytes: held before, the peaks so far after each stage, and what weights and cache take."""
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend itself belongs to "before"
+    found = {"before": peak_bytes()}
+    loaded = jax.block_until_ready(kvjax.load(model, dtype=dtype))
+    found["loaded"] = peak_bytes()
+    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
+    context = kvjax.read(loaded, ids, "full", room=NEW)
+    found["read"] = peak_bytes()
+    context.generate(max_new_tokens=NEW, eos_ids=())
+    found["decoded"] = peak_bytes()
+    found["weights"] = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
+    found["cache"] = sum(kvjax.state_bytes(context.cache).values())
+    return found
+
+
+def row(model: str, dtype: str, tokens: int, found: dict[str, int]) -> list[Any]:
+    """A line of the table, in MB."""
+    beyond = {stage: found[stage] - found["before"] - found["weights"] for stage in STAGES}
+    beyond = {stage: size - (found["cache"] if stage != "loaded" else 0) for stage, size in beyond.items()}
+    sizes = [found["before"], found["weights"], found["cache"], *(found[stage] for stage in STAGES), *beyond.values()]
+    return [model, dtype, tokens, *(f"{size / 1e6:.0f}" for size in sizes)]
+
+
+COLUMNS = ("model", "dtype", "tokens", "before", "weights", "cache", *(f"peak, {stage}" for stage in STAGES))
+COLUMNS += tuple(f"beyond, {stage}" for stage in STAGES)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes")
+    parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
+    args = parser.parse_args(argv)
+    before, lines, results = machine(), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            where = name
+            if name in SHAPES:
+                where = str(Path(folder) / name)
+                random = kvjax.random_model(SHAPES[name])
+                checkpoint.save(where, random.config, random.params)
+            for dtype in args.dtypes:
+                progress(f"{name}, {dtype}")
+                found = alone(used, where, dtype, args.tokens)
+                results.append({"model": name, "dtype": dtype, "tokens": args.tokens, **found})
+                lines.append(row(name, dtype, args.tokens, found))
+    report("memory", before, [table("Peak memory of a process, MB", COLUMNS, lines)], [], results)
+
+
+if __name__ == "__main__":
+    main()

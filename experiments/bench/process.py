@@ -1,0 +1,31 @@
+"""Measurements that need a process of their own, because the peak of a process never falls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def alone(fun: Callable[..., Any], *args: Any) -> Any:
+    """What a function of a module returns, run in a new process; ends this one with a message where that one fails."""
+    spawn = multiprocessing.get_context("spawn")
+    answer = spawn.Queue()
+    process = spawn.Process(target=_answer, args=(answer, fun, args))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the process that ran {fun.__name__} ended with status {process.exitcode}")
+    return answer.get()
+
+
+def _answer(answer: Any, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    answer.put(fun(*args))
