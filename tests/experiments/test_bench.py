@@ -248,6 +248,12 @@ def test_memory_of_each_stage_is_told(toy, tmp_path):
     assert len(memory.row("toy", "bfloat16", 20, found)) == len(memory.COLUMNS)
 
 
+def test_the_peak_of_a_new_process_is_its_own():
+    held = np.ones(2**27, np.uint8)
+    here = process.peak_bytes()
+    assert held.nbytes < here and process.alone(process.peak_bytes) < here
+
+
 def test_a_process_of_its_own_that_fails_ends_the_run():
     with pytest.raises(SystemExit, match="the process that ran used ended with status 1"):
         process.alone(memory.used, "/nowhere", "float32", 20)
