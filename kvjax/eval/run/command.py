@@ -121,12 +121,13 @@ def progress() -> Progress:
 
 def summarise(out: Path) -> None:
     """Prints the summary of a run and writes it as CSV, as plots and as a page."""
-    from kvjax.eval.page import plots, report, summary
+    from kvjax.eval.page import summary
 
     records = store.read(out)
     rows = summary.rows(records)
-    console = Console()
-    Console(width=max(console.width, WIDTH)).print(summary.table(rows))
+    Console(width=max(Console().width, WIDTH)).print(summary.table(rows))
+    from kvjax.eval.page import plots, report  # slow to import, and the table is what is waited for
+
     drawn = plots.write(plots.plots(rows, records), out)
     written = [summary.write_csv(rows, out / CSV), *drawn[:1], report.write(out)]
     print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in written))
