@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
 from kvjax.core.types import KvjaxError
 from kvjax.eval.page import paired, report
+from tests import browser
 from tests.eval import fake_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "input", "br", "wbr", "img", "link", "hr"}
 METHODS = ["full", "offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256"]
 
@@ -147,33 +145,31 @@ def test_orders_are_listed(text):
     assert "SpeCache is better than KIVI at 1 bit" in text and "It needs <code>" in text and "by task" in text
 
 
-SORT = """<script>
-const lines = () => [...document.querySelectorAll(".scroll:not([hidden]) tbody tr")];
-const rows = () => lines().map((r) => r.cells[0].innerText.trim());
-const press = (i) => document.querySelectorAll(".scroll:not([hidden]) thead button")[i].click();
-const out = {before: rows()};
-press(5); out.ascending = rows(); press(5); out.descending = rows();
-out.sort = document.querySelectorAll(".scroll:not([hidden]) thead th")[5].getAttribute("aria-sort");
-press(0); out.named = rows();
-document.querySelector('input[value="512"]').click();
-out.shown = [...document.querySelectorAll("[data-length]")].filter((e) => !e.hidden).map((e) => e.dataset.length);
-out.wide = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
-document.documentElement.innerHTML = "<pre>RESULT" + JSON.stringify(out) + "END</pre>";
-</script></body>"""
+SHOWN = ".scroll:not([hidden])"  # of the tables, one for each length
+METHODS_SHOWN = f"[...document.querySelectorAll('{SHOWN} tbody tr')].map((row) => row.cells[0].innerText.trim())"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; the structure is tested above")
-def test_headings_sort_and_lengths_switch_in_a_browser(text, tmp_path):
-    (tmp_path / "page.html").write_text(text.replace("</body>", SORT), encoding="utf-8")
-    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    quiet += f" --disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --dump-dom"
-    command = [CHROMIUM, *quiet.split(), "--window-size=500,900", f"file://{tmp_path / 'page.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    out = json.loads(re.search(r"RESULT(.*)END", done.stdout)[1])
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium; `make` brings one where npm is")
+def test_headings_sort_and_lengths_switch_in_a_browser(path, tmp_path):
     by_bytes = ["offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256", "full"]
-    assert out["before"] == out["named"] == METHODS
-    assert out["ascending"] == by_bytes and out["descending"] == by_bytes[::-1] and out["sort"] == "descending"
-    assert set(out["shown"]) == {"512"} and out["wide"]
+    with browser.Browser(tmp_path) as tab:
+        tab.open(path, width=500)
+
+        def sorted_by(column: int) -> list[str]:
+            tab.ask(f"document.querySelectorAll('{SHOWN} thead button')[{column}].click()")
+            return tab.ask(METHODS_SHOWN)
+
+        assert tab.ask(METHODS_SHOWN) == METHODS
+        assert sorted_by(5) == by_bytes and sorted_by(5) == by_bytes[::-1]
+        assert tab.ask(f"document.querySelectorAll('{SHOWN} thead th')[5].getAttribute('aria-sort')") == "descending"
+        assert sorted_by(0) == METHODS
+        tab.ask("document.querySelector('input[value=\"512\"]').click()")
+        lengths = (
+            "[...document.querySelectorAll('[data-length]')].filter((e) => !e.hidden).map((e) => e.dataset.length)"
+        )
+        assert set(tab.ask(lengths)) == {"512"}
+        assert tab.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert tab.complaints() == []
 
 
 def records(directory, *lines):
