@@ -1,6 +1,9 @@
 """The small form of every table and figure, one after the other, and the summary in README.md.
 
-python -m experiments.all [--only kcache_table1,kcache_table2] [--list] [--summary]
+python -m experiments.all [--only kcache_table1,kcache_table2] [--list] [--summary] [--real]
+
+--real runs those that need no questions of the shipped model on SmolLM2-135M with essays instead: half an hour, into
+results/smollm2 and a summary of its own.
 
 Each script runs in a process of its own; what it prints last becomes results/NAME.json, its plots go there too, what it
 says on the way stays visible. A script that fails does not stop the others; the exit status is then 1. --summary only
@@ -27,7 +30,6 @@ from kvjax.eval.run.command import words
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
 RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "README.md"
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,39 @@ ENTRIES = (
     Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,256 --tasks phrases,variables"),
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
+REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"
+ON_A_REAL_MODEL = (
+    Entry("kcache_table2", "KCache, Table 2", f"{REAL} --n 32,64,128 --layers 0,1"),
+    Entry("specache_table1", "SpeCache, Table 1", REAL),
+    Entry("specache_table5", "SpeCache, Table 5", REAL),
+    Entry("specache_figure2", "SpeCache, Figure 2", REAL),
+    Entry("specache_figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
+    Entry("specache_figure5", "SpeCache, Figure 5", f"{REAL} --topk 0,16,64,128"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collection:
+    """Scripts that are run and summed up together."""
+
+    command: str
+    entries: tuple[Entry, ...]
+    results: Path
+    mark: str  # of the summary's place in README.md
+
+    @property
+    def begin(self) -> str:
+        """What stands before the summary."""
+        return f"<!-- {self.mark} -->"
+
+    @property
+    def end(self) -> str:
+        """What stands behind it."""
+        return f"<!-- /{self.mark} -->"
+
+
+SMALL_FORMS = Collection("python -m experiments.all", ENTRIES, RESULTS, "results")
+REAL_MODEL = Collection("python -m experiments.all --real", ON_A_REAL_MODEL, RESULTS / "smollm2", "smollm2")
 
 
 def chosen(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list[Entry]:
@@ -133,12 +168,12 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def row(entry: Entry, results: Path, failed: bool) -> tuple[str, dict[str, Any] | None]:
+def row(entry: Entry, collection: Collection, failed: bool) -> tuple[str, dict[str, Any] | None]:
     """(the entry's line of the summary, its machine)."""
-    path, head = results / f"{entry.name}.json", f"`{entry.name}`: {entry.what}"
+    path, head = collection.results / f"{entry.name}.json", f"`{entry.name}`: {entry.what}"
     if not path.is_file():
         words = "failed in the last run" if failed else "not run"
-        return f"| {head} | | {words} | `python -m experiments.all --only {entry.name}` |", None
+        return f"| {head} | | {words} | `{collection.command} --only {entry.name}` |", None
     kept = json.loads(path.read_text())
     try:
         ours, paper, difference = entry.in_brief(kept["results"])
@@ -161,21 +196,21 @@ def machines(found: Sequence[Mapping[str, Any]]) -> str:
     return f"Taken on {'; '.join(names)}; load average {min(loads):g} to {max(loads):g}."
 
 
-def section(results: Path, wrong: Mapping[str, str], entries: Sequence[Entry] = ENTRIES) -> str:
+def section(collection: Collection, wrong: Mapping[str, str]) -> str:
     """The summary of all scripts as Markdown."""
-    rows = [row(e, results, e.name in wrong) for e in entries]
+    rows = [row(e, collection, e.name in wrong) for e in collection.entries]
     head = ["| script | the paper | ours | the difference |", "|---|---|---|---|"]
     said = machines([m for _, m in rows if m])
-    return "\n".join([f"`make experiments` wrote this. {said}", "", *head, *(line for line, _ in rows)])
+    return "\n".join([f"`{collection.command}` wrote this. {said}", "", *head, *(line for line, _ in rows)])
 
 
-def rewrite(readme: Path, text: str) -> None:
-    """Puts the text between the marks of a file."""
+def rewrite(readme: Path, text: str, begin: str, end: str) -> None:
+    """Puts the text between two marks of a file."""
     old = readme.read_text(encoding="utf-8")
-    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
-        raise KvjaxError(f"{readme} must hold {BEGIN} and then {END}, each once: the summary goes between them")
-    before, after = old.partition(BEGIN)[0], old.partition(END)[2]
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        raise KvjaxError(f"{readme} must hold {begin} and then {end}, each once: the summary goes between them")
+    before, after = old.partition(begin)[0], old.partition(end)[2]
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,14 +219,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--only", metavar="NAME,...", help="these scripts only")
     p.add_argument("--list", action="store_true", help="print the scripts and their arguments, and run nothing")
     p.add_argument("--summary", action="store_true", help="run nothing, rewrite the summary")
+    p.add_argument("--real", action="store_true", help="on SmolLM2-135M, which the extra smollm2 brings")
     args = p.parse_args(argv)
-    entries = chosen(args.only)
+    collection = REAL_MODEL if args.real else SMALL_FORMS
+    entries = chosen(args.only, collection.entries)
     if args.list:
         print("\n".join(f"{e.name:18} {e.what:22} {e.arguments}" for e in entries))
         return 0
-    wrong = {} if args.summary else run_all(entries, RESULTS)
-    rewrite(README, section(RESULTS, wrong))
-    progress(f"wrote {RESULTS} and the summary in {README}")
+    wrong = {} if args.summary else run_all(entries, collection.results)
+    rewrite(README, section(collection, wrong), collection.begin, collection.end)
+    progress(f"wrote {collection.results} and the summary in {README}")
     for name, problem in wrong.items():
         print(f"failed: {name}: {problem}", file=sys.stderr)
     return 1 if wrong else 0

@@ -92,16 +92,14 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     first, last = at[least, min(k[1] for k in at)], at[most, max(k[1] for k in at)]
 
     def shown(r) -> str:
-        return "N={} L={} {:.1f}%".format(*r["key"], common.average(r))
-
-    def agree(r) -> str:
-        return f"{r['agreement']:.1%} predict as full"
+        agree = f" ({r['agreement']:.1%} predict as full)" if r["tasks"] else ""
+        return "N={} L={} {:.1f}%".format(*r["key"], common.average(r)) + agree
 
     gain = common.average(first) < common.average(last)
     why = "as in the paper" if gain else "our answers need few values of few layers"
     near = common.average(last) >= common.average(full) - 100 * sum(t["error"] for t in full["tasks"].values())
     return (
-        f"full {common.average(full):.1f}%; {shown(first)} ({agree(first)}); {shown(last)} ({agree(last)})",
+        f"full {common.average(full):.1f}%; {shown(first)}; {shown(last)}",
         "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",
         f"The largest N with device layers is {'near' if near else 'below'} full, near it in the paper; the smallest "
         f"N on no device layer loses {'more' if gain else 'no more'}: {why}.",

@@ -37,6 +37,13 @@ def fake(name: str, x: int = 0, line: str | None = None) -> Fake:
 FAILS = "import sys; sys.exit(3)"
 
 
+def collection(results, *entries: Fake) -> driver.Collection:
+    return driver.Collection("python -m all", entries, results, "mark")
+
+
+BEGIN, END = "<!-- mark -->", "<!-- /mark -->"
+
+
 def test_results_are_kept_and_a_failure_stops_nothing(tmp_path, capsys):
     entries = [fake("a", 1), fake("b", line=FAILS), fake("c", line="print('no document')"), fake("d", 4)]
     wrong = driver.run_all(entries, tmp_path / "new")
@@ -52,35 +59,34 @@ def test_the_summary_names_every_script(tmp_path):
     driver.run_all([ran, old], tmp_path)
     wrong = driver.run_all([dataclasses.replace(old, line=FAILS), broken], tmp_path)
     (tmp_path / "torn.json").write_text('{"results": {}}')
-    text = driver.section(tmp_path, wrong, [ran, old, broken, never, fake("torn")])
+    text = driver.section(collection(tmp_path, ran, old, broken, never, fake("torn")), wrong)
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert rows[0] == "| `a`: Table a | the \\| paper | ours 1 | no difference |"
     assert "ours 2" in rows[1] and "an earlier one" in rows[1]
-    assert "failed in the last run" in rows[2] and "--only b" in rows[2]
+    assert "failed in the last run" in rows[2] and "`python -m all --only b`" in rows[2]
     assert "| not run |" in rows[3] and "cannot be summed up (KeyError" in rows[4]
     assert "P, 2 cores, cpu, JAX 1; load average 1.5 to 3.5" in text
-    assert "Nothing was run yet." in driver.section(tmp_path / "none", {}, [never])
+    assert "Nothing was run yet." in driver.section(collection(tmp_path / "none", never), {})
 
 
 def test_only_what_is_between_the_marks_changes(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{driver.BEGIN}\nold\n{driver.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
-        driver.rewrite(readme, "new")
-    assert readme.read_text() == f"before\n{driver.BEGIN}\nnew\n{driver.END}\nafter\n"
-    readme.write_text(f"{driver.END} {driver.BEGIN}")
+        driver.rewrite(readme, "new", BEGIN, END)
+    assert readme.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    readme.write_text(f"{END} {BEGIN}")
     with pytest.raises(KvjaxError, match="each once: the summary goes between them"):
-        driver.rewrite(readme, "new")
+        driver.rewrite(readme, "new", BEGIN, END)
 
 
 def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, capsys):
     readme = tmp_path / "README.md"
-    readme.write_text(f"{driver.BEGIN}{driver.END}")
-    entries = (fake("a", 1), fake("b", line=FAILS))
-    for name, value in {"ENTRIES": entries, "README": readme, "RESULTS": tmp_path / "results"}.items():
-        monkeypatch.setattr(driver, name, value)
-    monkeypatch.setattr(driver, "chosen", lambda only: [e for e in entries if only in (None, e.name)])
-    monkeypatch.setattr(driver, "section", lambda results, wrong: f"failed: {list(wrong)}")
+    readme.write_text(f"{BEGIN}{END}")
+    entries = collection(tmp_path / "results", fake("a", 1), fake("b", line=FAILS))
+    monkeypatch.setattr(driver, "README", readme)
+    monkeypatch.setattr(driver, "SMALL_FORMS", entries)
+    monkeypatch.setattr(driver, "section", lambda collection, wrong: f"failed: {list(wrong)}")
     assert driver.main(["--only", "a"]) == 0 and "failed: []" in readme.read_text()
     assert driver.main([]) == 1 and "failed: ['b']" in readme.read_text()
     assert "failed: b: exit status 3" in capsys.readouterr().err
@@ -92,13 +98,20 @@ def test_names_are_checked(capsys):
         driver.chosen("kcache_table9")
     assert driver.main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(driver.ENTRIES)
+    assert driver.main(["--list", "--real"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(driver.ON_A_REAL_MODEL) and all("smollm2-135m" in line for line in listed)
 
 
 class Parsed(Exception):
     """Raised in place of running a script."""
 
 
-@pytest.mark.parametrize("entry", driver.ENTRIES, ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "entry",
+    [*driver.ENTRIES, *driver.ON_A_REAL_MODEL],
+    ids=lambda entry: f"{entry.name}, real" if entry in driver.ON_A_REAL_MODEL else entry.name,
+)
 def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monkeypatch):
     script = importlib.import_module(f"experiments.papers.{entry.name}")
     assert callable(script.in_brief)
