@@ -73,7 +73,7 @@ ENTRIES = (
     Entry("kvcrush_figure6", "KVCrush, Figure 6", "--no-accuracy --shapes small --repeats 3"),
     Entry("kvcrush_figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
     Entry("kvcrush_figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
-    Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,256 --tasks phrases,variables"),
+    Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,128,256 --tasks phrases,variables"),
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
 REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"KVCrush, Figure 7: {args.budget} of {args.length} tokens"
     full = Line("full", "full")
     tables = [quality(f"{title}, {unit}", found, [full, *group], COLUMNS) for unit, group in groups.items()]
-    pairs = {unit: [x for x in group if x.base] for unit, group in groups.items()}
+    pairs = {f"by {unit}": [x for x in group if x.base] for unit, group in groups.items()}
     notes = [
         EXPLAINED,
         "The paper's columns are 2wikimqa of its Table III, F1; its best pair with KVCrush has there "

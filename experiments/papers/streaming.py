@@ -166,16 +166,20 @@ def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict
 
 
 def plot(path: Path, found: dict[str, np.ndarray], anew: np.ndarray, first: int, points: int) -> str:
-    """Loss and loss above re-computation, along the text."""
+    """Loss and loss above re-computation, along the text; lines that coincide stay visible, as each is thinner."""
     fig, axes = figure(path, 2, share=False)
-    for i, (name, x) in enumerate({**found, "computed anew": anew}.items()):
+    for i, (name, x) in enumerate({"computed anew": anew, **found}.items()):
+        style = {"color": f"C{i - 1}" if i else "0.75", "linewidth": max(4 - i, 1), "label": name}
         count = max(int(points * len(x) / len(anew)), 2)
         at = first + (np.arange(count) + 0.5) * len(x) / count
-        axes[0].plot(at, parts(x, count), color=f"C{i}", linewidth=1, label=name)
+        axes[0].plot(at, parts(x, count), **style)
         if x is not anew:
-            axes[1].plot(at, parts(x - anew[: len(x)], count), color=f"C{i}", linewidth=1, label=name)
-    axes[0].set(xlabel="token", ylabel="nats per token")
-    axes[1].set(xlabel="token", ylabel="nats per token above re-computation")
+            axes[1].plot(at, parts(x - anew[: len(x)], count), **style)
+    axes[0].set(xlabel="place in the text, tokens", ylabel="nats per token")
+    axes[1].set(xlabel="place in the text, tokens", ylabel="nats per token above re-computation")
+    for ax in axes:
+        ax.locator_params(axis="x", nbins=5)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
     return save(fig, axes, path, 5)
 
 
