@@ -37,7 +37,7 @@ def probed(
     where = sites(plan, model.config)
     for start in range(0, max(map(len, ids)), how.chunk):
         rows = repetitions(model, ids, start, how)
-        tokens, count = pad(rows, _longest(model, how))
+        tokens, count = pad(rows, _longest(model, how, prompts[0].k.shape[2]))
         tokens, count = place(model, tokens, "B T"), place(model, count, "B")
         pos = jnp.maximum(repeated_positions(tokens, count, lengths), 0)
         with clock.timed():
@@ -53,10 +53,10 @@ def repetitions(model: Model, ids: Sequence[Sequence[int]], start: int, how: Pro
     return [[*told, *row[start - lead : start + how.chunk]] if len(row) > start else [] for row in ids]
 
 
-def _longest(model: Model, how: Probe) -> int:
-    """The width that holds every repetition, so that all share one program."""
+def _longest(model: Model, how: Probe, width: int) -> int:
+    """The width that holds every repetition of prompts in this width, so that all share one program."""
     told = max(len(_told(model, text)) for text in (how.first, how.later))
-    return told + how.lead + how.chunk
+    return told + how.lead + min(how.chunk, width)
 
 
 def _told(model: Model, text: str) -> list[int]:
