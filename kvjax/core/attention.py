@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -101,6 +102,20 @@ def causal(
     Online softmax over key blocks (FlashAttention; Dao et al., 2022); blocks wholly in the future or
     before the window are skipped, not masked, and so are those that a sparse `pattern` leaves out.
     """
+    in_blocks = functools.partial(_in_blocks, start=start, window=window, block=block, pattern=pattern)
+    if q.shape[0] == 1 or jax.default_backend() != "cpu":
+        return in_blocks(q, k, v)
+
+    def one(row: tuple[Array, Array, Array]) -> Array:
+        return in_blocks(*(x[None] for x in row))[0]
+
+    # Scores of all rows at once are a buffer so large that a CPU's allocator takes it from the system for every call.
+    return lax.map(one, (q, k, v))
+
+
+def _in_blocks(
+    q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: Pattern | None
+) -> Array:
     B, K, G, T, H = q.shape
     nq, nk = -(-T // block), -(-k.shape[2] // block)
     bq, bk = -(-T // nq), -(-k.shape[2] // nk)
