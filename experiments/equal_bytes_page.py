@@ -51,8 +51,8 @@ class Result:
 
     @property
     def families(self) -> list[str]:
-        """In the order of equal_bytes.toml."""
-        return list(dict.fromkeys(p["family"] for p in self.document["points"]))
+        """Those with a method that was measured, in the order of the settings."""
+        return list(dict.fromkeys(p["family"] for p in self.points()))
 
     def points(self, family: str | None = None, share: str | None = None) -> list[Mapping[str, Any]]:
         """Those of a family, a share, or both, that fit and were measured."""
@@ -158,13 +158,13 @@ def _difference(task: str, values: np.ndarray) -> str:
 
 
 def left_out(result: Result) -> str:
-    """What cannot be made so small, by share."""
+    """What cannot be made so small, by share, and what failed; a section of the page, if there is any."""
     lines = []
     for share in result.shares:
         names = [label(p["settings"]) for p in result.document["points"] if p["share"] == share and not p["method"]]
         lines += [f"- {share}: {', '.join(f'`{name}`' for name in names)}"] if names else []
     lines += [f"- `{method}` failed: {why}" for method, why in result.document["failed"].items()]
-    return "\n".join(lines)
+    return "\n## What cannot be made so small\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def not_yet(result: Result) -> str:
@@ -278,11 +278,7 @@ Context by context, what a method scores more or less than the full cache: point
 bootstrap intervals of the mean, of contexts drawn anew 10,000 times.
 
 {beside_full}
-
-## What cannot be made so small
-
-{left_out(result)}
-{not_yet(result)}"""
+{left_out(result)}{not_yet(result)}"""
 
 
 def main() -> None:
