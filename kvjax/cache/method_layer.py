@@ -108,6 +108,8 @@ class MethodLayer(StateOperations):
         elif m.select:
             block = self.selected(block, seen, min(slots, block.pos.shape[2]))
         if m.decode:
+            if (m.apart or m.select) and seen is not None:
+                seen = seen._replace(sums=None)  # those are over the whole prompt
             stay, marks = m.decode.begin(self, block, seen, slots)
             block = gather(block, stay)
         block = _grown(block, slots)

@@ -86,6 +86,11 @@ def merge(parts: list[Partial]) -> Array:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
+def log_sum(m: Array, l: Array) -> Array:
+    """Of a softmax's maximum and sum, the log of its whole sum: a weight is exp(logit - this)."""
+    return m + jnp.log(jnp.maximum(l, 1e-30))
+
+
 def causal(
     q: Array,
     k: Array,
@@ -95,19 +100,33 @@ def causal(
     block: int = 512,
     pattern: Pattern | None = None,
 ) -> Array:
+    """Exact causal attention in blocks, [B K G T H] in q's dtype; see `causal_with_sums`."""
+    return causal_with_sums(q, k, v, start, window, block, pattern)[0]
+
+
+def causal_with_sums(
+    q: Array,
+    k: Array,
+    v: Array,
+    start: Array | int = 0,
+    window: int | None = None,
+    block: int = 512,
+    pattern: Pattern | None = None,
+) -> tuple[Array, Array]:
     """Exact causal attention in blocks: memory grows with `block`, never with T x S.
 
     q [B K G T H] at positions start..start+T-1; k, v [B K S H] at positions 0..S-1 (later slots are not read).
-    Returns [B K G T H] in q's dtype. Right padding needs no mask: it lies in every real query's future.
-    Online softmax over key blocks (FlashAttention; Dao et al., 2022); blocks wholly in the future or
-    before the window are skipped, not masked, and so are those that a sparse `pattern` leaves out.
+    Returns [B K G T H] in q's dtype, and the log of the sum of each query's softmax, f32[B K G T]. Right padding needs
+    no mask: it lies in every real query's future. Online softmax over key blocks (FlashAttention; Dao et al., 2022);
+    blocks wholly in the future or before the window are skipped, not masked, and so are those that a sparse `pattern`
+    leaves out.
     """
     in_blocks = functools.partial(_in_blocks, start=start, window=window, block=block, pattern=pattern)
     if q.shape[0] == 1 or jax.default_backend() != "cpu":
         return in_blocks(q, k, v)
 
-    def one(row: tuple[Array, Array, Array]) -> Array:
-        return in_blocks(*(x[None] for x in row))[0]
+    def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        return jax.tree.map(lambda x: x[0], in_blocks(*(x[None] for x in row)))
 
     # Scores of all rows at once are a buffer so large that a CPU's allocator takes it from the system for every call.
     return lax.map(one, (q, k, v))
@@ -115,7 +134,7 @@ def causal(
 
 def _in_blocks(
     q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: Pattern | None
-) -> Array:
+) -> tuple[Array, Array]:
     B, K, G, T, H = q.shape
     nq, nk = -(-T // block), -(-k.shape[2] // block)
     bq, bk = -(-T // nq), -(-k.shape[2] // nk)
@@ -124,10 +143,12 @@ def _in_blocks(
 
     def rows(_, xs):
         i, qi = xs
-        return None, keys.attend(qi, start + i * bq + jnp.arange(bq)).astype(q.dtype)
+        found = keys.attend(qi, start + i * bq + jnp.arange(bq))
+        return None, (merge([found]).astype(q.dtype), log_sum(found.m, found.l))
 
-    _, out = lax.scan(rows, None, (jnp.arange(nq), queries))
-    return jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)[:, :, :, :T]
+    _, (out, sums) = lax.scan(rows, None, (jnp.arange(nq), queries))
+    out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)
+    return out[:, :, :, :T], jnp.moveaxis(sums, 0, 3).reshape(B, K, G, nq * bq)[..., :T]
 
 
 def _padded(x: Array, size: int, axis: int) -> Array:
@@ -143,8 +164,8 @@ class _KeyBlocks(NamedTuple):
     window: int | None
     pattern: Pattern | None
 
-    def attend(self, q: Array, t: Array) -> Array:
-        """A block of queries [B K G T H] at the positions t [T] over all key blocks: f32[B K G T H]."""
+    def attend(self, q: Array, t: Array) -> Partial:
+        """A block of queries [B K G T H] at the positions t [T] over all key blocks."""
         masked, whole = (functools.partial(self._onto, q, t, masked) for masked in (True, False))
 
         def columns(acc: Partial, j: Array) -> tuple[Partial, None]:
@@ -153,8 +174,7 @@ class _KeyBlocks(NamedTuple):
             return lax.switch(self._reach(first, t), branches, acc, first), None
 
         zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG), jnp.zeros(q.shape[:-1]))
-        acc, _ = lax.scan(columns, zero, jnp.arange(self.k.shape[2] // self.size))
-        return merge([acc])
+        return lax.scan(columns, zero, jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _reach(self, first: Array, t: Array) -> Array:
         """Of the block of keys from `first` on the queries see 0: nothing, 1: a part, 2: all."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import NEG, log_sum, scores, visible
 from kvjax.core.types import Array, Block
 
 
@@ -23,6 +24,10 @@ class Obs(NamedTuple):
     hidden: Array | None = None  # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
     probed: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
     neighbour: Block | None = None  # the same prompt in the layer above or below, likewise
+    sums: Array | None = None  # f32[B K G Q], each query's `attention.log_sum` over the block, where it is known
+
+
+_NEVER = np.int32(2**30)  # a position behind all others
 
 
 def mass(
@@ -30,29 +35,22 @@ def mass(
     obs: Obs,
     by: Array,
     window: int | None = None,
-    queries_at_once: int = 64,
-    change: Callable[[Array, Array], Array] | None = None,
+    at_once: int = 256,
+    change: Callable[[Array, Array, Array], Array] | None = None,
 ) -> tuple[Array, Array]:
     """The attention that each slot receives: float32 softmax weights, summed over queries that count `by` f32[B Q].
 
     Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `by` over the queries
     that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold. Memory
-    grows with `queries_at_once` x S, never with Q x S. change: what becomes, before the softmax, of the logits
-    f32[B K G Q S] of some queries at i32[B Q].
+    grows with `at_once` squared, never with Q x S. change: what becomes, before the softmax, of the logits
+    f32[B K G Q S] of queries at i32[B Q] to slots that hold i32[B 1|K S].
     """
-    B, K, G = obs.q.shape[:3]
 
-    def add(total, xs):
-        q, pos, by = xs
+    def received(p: Array, by: Array, seen: Array) -> tuple[Array, Array]:
         by = by[:, None, None, :, None]
-        seen = visible(block.pos, pos, window)
-        logits = scores(q, block.k) if change is None else change(scores(q, block.k), pos)
-        p, _, l = weights(jnp.where(seen, logits, NEG))
-        received = (p * (by / jnp.maximum(l, 1e-30)[..., None])).sum(3)
-        return (total[0] + received, total[1] + jnp.where(seen, by, 0.0).sum(3)[:, :, 0]), None
+        return (p * by).sum(3), jnp.where(seen, by, 0.0).sum(3)[:, :, 0]
 
-    zero = (jnp.zeros((B, K, G, block.k.shape[2])), jnp.zeros(block.pos.shape))
-    return lax.scan(add, zero, _in_blocks(obs, by, queries_at_once))[0]
+    return _summed(received, block, obs, by, window, at_once, change)
 
 
 class Moments(NamedTuple):
@@ -63,31 +61,128 @@ class Moments(NamedTuple):
     p_log_p: Array  # of p * ln(p + 1e-10)
 
 
-def moments(block: Block, obs: Obs, window: int | None = None, queries_at_once: int = 64) -> Moments:
+def moments(block: Block, obs: Obs, window: int | None = None, at_once: int = 256) -> Moments:
     """The sums from which mean, variance and entropy of the attention to each slot follow, over all real queries.
 
     Causal, inside the layer's sliding window; padding and memory as in `mass`.
     """
-    B, K, G = obs.q.shape[:3]
 
-    def add(total, xs):
-        q, pos, _ = xs
-        p, _, l = weights(jnp.where(visible(block.pos, pos, window), scores(q, block.k), NEG))
-        p = p / jnp.maximum(l, 1e-30)[..., None]
-        new = Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3))
-        return jax.tree.map(jnp.add, total, new), None
+    def received(p: Array, by: Array, seen: Array) -> Moments:
+        return Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3))
 
-    zero = jnp.zeros((B, K, G, block.k.shape[2]))
-    xs = _in_blocks(obs, jnp.ones(obs.pos.shape), queries_at_once)
-    return lax.scan(add, Moments(zero, zero, zero), xs)[0]
+    return _summed(received, block, obs, jnp.ones(obs.pos.shape), window, at_once)
 
 
-def _in_blocks(obs: Obs, by: Array, most: int) -> tuple[Array, Array, Array]:
-    """Queries, their positions and what they count, in n blocks of at most so many: n comes first."""
-    B, K, G, Q, H = obs.q.shape
-    size = min(most, Q)
-    blocks, pad = -(-Q // size), -Q % size
-    q = jnp.pad(obs.q, [(0, 0)] * 3 + [(0, pad), (0, 0)]).reshape(B, K, G, blocks, size, H)
-    pos = jnp.pad(obs.pos, [(0, 0), (0, pad)], constant_values=-1).reshape(B, blocks, size)
-    by = jnp.pad(by, [(0, 0), (0, pad)]).reshape(B, blocks, size)
-    return jnp.moveaxis(q, 3, 0), jnp.moveaxis(pos, 1, 0), jnp.moveaxis(by, 1, 0)
+class _Asking(NamedTuple):
+    """Some queries."""
+
+    q: Array  # [B K G T H]
+    pos: Array  # i32[B T]
+    by: Array  # f32[B T], what each of them counts
+    sums: Array | None  # f32[B K G T], as in `Obs`
+
+
+class _Slots(NamedTuple):
+    """Some slots."""
+
+    k: Array  # [B K S H]
+    pos: Array  # i32[B 1|K S]
+
+
+class _Look(NamedTuple):
+    """How queries look at all slots, which come in pieces: slots [n ..], n pieces of equal size."""
+
+    pieces: _Slots
+    window: int | None
+    change: Callable[[Array, Array, Array], Array] | None
+
+    def logits(self, asking: _Asking, slots: _Slots) -> tuple[Array, Array]:
+        """(f32[B K G T S], NEG where a query does not see a slot; whether it does, bool[B 1|K 1 T S])."""
+        seen, found = visible(slots.pos, asking.pos, self.window), scores(asking.q, slots.k)
+        if self.change is not None:
+            found = self.change(found, asking.pos, slots.pos)
+        return jnp.where(seen, found, NEG), seen
+
+    def if_seen(self, asking: _Asking, slots: _Slots, more: Callable[[Any], Any], before: Any) -> Any:
+        """more(before), or `before` where no query can see a slot: those in the future, and those before the window."""
+        if self.pieces.pos.shape[0] == 1:
+            return more(before)
+        some = jnp.where(slots.pos < 0, _NEVER, slots.pos).min() <= asking.pos.max()
+        if self.window is not None:
+            some &= slots.pos.max() > jnp.where(asking.pos < 0, _NEVER, asking.pos).min() - self.window
+        return lax.cond(some, more, lambda same: same, before)
+
+    def sums(self, asking: _Asking) -> Array:
+        """The log of the sum of each query's softmax over all slots, f32[B K G T]."""
+        if asking.sums is not None:
+            return asking.sums
+
+        def over(before: tuple[Array, Array], slots: _Slots) -> tuple[tuple[Array, Array], None]:
+            def more(before: tuple[Array, Array]) -> tuple[Array, Array]:
+                found, _ = self.logits(asking, slots)
+                m = jnp.maximum(before[0], found.max(-1))
+                return m, before[1] * jnp.exp(before[0] - m) + jnp.exp(found - m[..., None]).sum(-1)
+
+            return self.if_seen(asking, slots, more, before), None
+
+        shape = asking.q.shape[:-1]
+        (m, l), _ = lax.scan(over, (jnp.full(shape, NEG), jnp.zeros(shape)), self.pieces)
+        return log_sum(m, l)
+
+    def attention(self, asking: _Asking, slots: _Slots, sums: Array) -> tuple[Array, Array]:
+        """(weights f32[B K G T S] of softmaxes with these sums; which slots are seen, bool[B 1|K 1 T S])."""
+        found, seen = self.logits(asking, slots)
+        return jnp.where(found > NEG / 2, jnp.exp(found - sums[..., None]), 0.0), seen
+
+
+def _summed(
+    received: Callable[[Array, Array, Array], Any],
+    block: Block,
+    obs: Obs,
+    by: Array,
+    window: int | None,
+    at_once: int,
+    change: Callable[[Array, Array, Array], Array] | None = None,
+) -> Any:
+    """What slots have `received` from all queries: arrays [.. S].
+
+    received(p f32[B K G T S], by f32[B T], seen bool[B 1|K 1 T S]) is asked for some queries and some slots at a time,
+    when the sum of these queries' softmax over all slots is known: what they see is read once for it where `obs` does
+    not bring it, and once more; the rest is not read at all.
+    """
+    Q, S = obs.pos.shape[1], block.pos.shape[2]
+    queries = min(at_once, Q)
+    slots = min(at_once * at_once // queries, S)
+    known = None if obs.sums is None or change is not None else _pieces(obs.sums, 3, queries)
+    asked = _Asking(_pieces(obs.q, 3, queries), _pieces(obs.pos, 1, queries, -1), _pieces(by, 1, queries), known)
+    look = _Look(_Slots(_pieces(block.k, 2, slots), _pieces(block.pos, 2, slots, -1)), window, change)
+
+    def of_piece(asking: _Asking, slots: _Slots, sums: Array) -> Any:
+        p, seen = look.attention(asking, slots, sums)
+        return received(p, asking.by, seen)
+
+    def of_queries(total: Any, asking: _Asking) -> tuple[Any, None]:
+        sums = look.sums(asking)
+
+        def onto(_: None, xs: tuple[_Slots, Any]) -> tuple[None, Any]:
+            slots, before = xs
+
+            def more(before: Any) -> Any:
+                return jax.tree.map(jnp.add, before, of_piece(asking, slots, sums))
+
+            return None, look.if_seen(asking, slots, more, before)
+
+        return lax.scan(onto, None, (look.pieces, total))[1], None
+
+    asking, piece = jax.tree.map(lambda x: x[0], (asked, look.pieces))
+    of_one = jax.eval_shape(lambda: of_piece(asking, piece, look.sums(asking)))
+    nothing = jax.tree.map(lambda x: jnp.zeros((len(look.pieces.pos), *x.shape), x.dtype), of_one)
+    total = lax.scan(of_queries, nothing, asked)[0]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :S], total)
+
+
+def _pieces(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+    """x cut along an axis into n pieces of equal size, n comes first; the last one is filled up."""
+    pad = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
+    x = jnp.pad(x, pad, constant_values=fill)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)

@@ -95,7 +95,7 @@ class FarAway(Retrieve):
 
     def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
         seen = asked(seen, "A2ATS", "all queries")
-        return self.index.fit(_bare(block, spec), seen._replace(q=self._far(seen.q, seen.pos, spec)))
+        return self.index.fit(_bare(block, spec), seen._replace(q=self._far(seen.q, seen.pos, spec), sums=None))
 
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
         return self.index.write(aux, _bare(fresh, spec), at)

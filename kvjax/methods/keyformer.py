@@ -65,8 +65,8 @@ class Keyformer(Policy):
         seen = asked(seen, "Keyformer", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
 
-        def noisy(logits: Array, q_pos: Array) -> Array:
-            return (logits + self.noise(layer.spec, logits.shape[1], q_pos, block.pos)) / self.tau
+        def noisy(logits: Array, q_pos: Array, pos: Array) -> Array:
+            return (logits + self.noise(layer.spec, logits.shape[1], q_pos, pos)) / self.tau
 
         every = jnp.ones(seen.pos.shape)
         score = mass(block, seen, every, layer.spec.window, change=noisy)[0].sum(2)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.contract import Cache, Layer, last_positions
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.core.attention import attend_dense, causal, merge
+from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, pytree
 from kvjax.models.config import Config
@@ -74,15 +74,17 @@ class Whole(Pass):
     def attend(self, site: Site, mine: None, fresh: Fresh, carry: Any, mesh: Mesh | None) -> tuple[Array, Any, Any]:
         """Causal attention, and the layer's state."""
         q, k, v, x, output = fresh
-        needs, lengths, first = site.layer.needs, self.lengths, 0
+        needs, lengths, first, sums = site.layer.needs, self.lengths, 0, None
         if self._few(site):
             block = Block(k, v, positions(k[:, 0, :, 0], lengths)[:, None])
             asking, first = last_positions(lengths, self.queries), lengths - self.queries
             out = merge([attend_dense(q, block, asking, site.window, needs.pattern)])
         else:
-            out = causal(q, k, v, window=site.window, pattern=needs.pattern)
-        hidden = x[:, None] if needs.hidden else None
-        prompt = Prompt(k, v, shown(site.layer, q, first, lengths), hidden, output if needs.output else None)
+            out, found = causal_with_sums(q, k, v, window=site.window, pattern=needs.pattern)
+            if needs.queries is None and needs.pattern is None:
+                sums = found
+        asked, hidden = shown(site.layer, q, first, lengths), x[:, None] if needs.hidden else None
+        prompt = Prompt(k, v, asked, hidden, output if needs.output else None, sums=sums)
         return out, encode(site.layer, prompt, lengths, site.slots, self.capacity, mesh), carry
 
     def _few(self, site: Site) -> bool:

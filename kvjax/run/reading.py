@@ -25,6 +25,7 @@ class Prompt(NamedTuple):
     output: Array | None = None  # [1 K G H D], likewise
     probed: Array | None = None  # f32[B K S], likewise
     neighbour: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer above or below, likewise
+    sums: Array | None = None  # f32[B K G Q], the queries' `attention.log_sum`, where the prompt's attention left it
 
 
 def output_projection(params: Any) -> Array:
@@ -62,7 +63,7 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
         return block, None
     q_pos = pos if wanted is None else last_positions(lengths, wanted)
     neighbour = None if prompt.neighbour is None else Block(*prompt.neighbour, pos[:, None])
-    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden, prompt.probed, neighbour)
+    return block, Obs(prompt.q, q_pos, keep, prompt.output, prompt.hidden, prompt.probed, neighbour, prompt.sums)
 
 
 def encode(
@@ -76,9 +77,13 @@ def encode(
 ) -> Any:
     """A layer's prompt -> its state."""
     width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
-    queries = prompt.q[:, :, :, :width] if layer.needs.queries is None else prompt.q
+    queries, sums = prompt.q, prompt.sums
+    if layer.needs.queries is None:
+        queries, sums = (None if x is None else x[:, :, :, :width] for x in (queries, sums))
     hidden, probed = (None if x is None else x[:, :, :width] for x in (prompt.hidden, prompt.probed))
     neighbour = None if prompt.neighbour is None else tuple(x[:, :, :width] for x in prompt.neighbour)
-    cut = Prompt(prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed, neighbour)
+    cut = Prompt(
+        prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed, neighbour, sums
+    )
     block, seen = seen_by(layer, cut, lengths, keep)
     return devices.prefill(layer, block, seen, slots, mesh)

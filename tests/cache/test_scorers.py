@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.select.scorers import Accumulated, Window
+from kvjax.core.attention import causal_with_sums
 from kvjax.core.observe import Obs, mass
 from kvjax.core.random import draw
 from kvjax.core.types import KvjaxError
@@ -74,9 +75,21 @@ def test_queries_are_read_a_few_at_a_time():
     block, obs = batch()
     by = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        whole, parts = (jax.jit(functools.partial(mass, window=window, queries_at_once=n)) for n in (64, 7))
+        whole, parts = (jax.jit(functools.partial(mass, window=window, at_once=n)) for n in (64, 7))
         for x, y in zip(whole(block, obs, by), parts(block, obs, by), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_sums_that_are_known_change_nothing(window):
+    block, obs = batch()
+    _, sums = causal_with_sums(obs.q, block.k, block.v, window=window)
+    summed = jax.jit(functools.partial(mass, window=window, at_once=7))
+    by = np.ones(obs.pos.shape, np.float32)
+    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(sums=sums), by), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    twice = summed(block, obs._replace(sums=sums - np.float32(np.log(2))), by)[0]
+    np.testing.assert_allclose(twice, 2 * summed(block, obs, by)[0], atol=1e-5)  # they are what it divides by
 
 
 def test_random_scores_belong_to_seed_head_and_position():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.attention import NEG, Partial, causal, merge, partial, scores, visible
+from kvjax.core.attention import NEG, Partial, causal, causal_with_sums, merge, partial, scores, visible
 from kvjax.testing import dense_attention
 
 B, K, G, H = 2, 2, 3, 4
@@ -73,6 +73,16 @@ def test_blockwise_causal_attention_is_dense(block, window):
     np.testing.assert_allclose(
         causal(q, k, v, window=window, block=block), expected(q, k, v, np.arange(13), window), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_sums_of_softmaxes_are_those_of_all_logits(window):
+    q, k, v = qkv(13, 13)
+    sums = causal_with_sums(q, k, v, window=window, block=4)[1]
+    s, t = np.arange(13)[None], np.arange(13)[:, None]
+    seen = (s <= t) & (s > t - (window or 13))
+    want = np.log(np.where(seen, np.exp(np.einsum("bkgth,bksh->bkgts", q, k) * H**-0.5), 0).sum(-1))
+    np.testing.assert_allclose(sums, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("start", [0, 3, 8])
