@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,8 @@ from kvjax.core.types import Array
 
 FEW = 64
 """Rows up to which XLA's CPU backend multiplies narrow numbers several times faster when it sums in float32."""
+PACKED_IN_VAIN = range(4, 33)
+"""Rows for which packing the weights in every product, as XLA's CPU backend does, takes longer than it saves."""
 
 
 def product(x: Array, w: Array) -> Array:
@@ -25,6 +29,19 @@ def scored(x: Array, rows: Array) -> Array:
     if not _few_and_narrow(x):
         return lax.dot_general(x, rows, dims).astype(jnp.float32)
     return _summed(x, rows, dims)
+
+
+def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
+    """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
+
+    Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program
+    multiplies with rows of an embedding too; other code than YNNPACK's takes ten times as long for fewer than 8 rows.
+    """
+    large = width >= 512  # smaller weights lie in the processor's caches
+    packed = jax.default_backend() == "cpu" and dtype == jnp.float32 and rows in PACKED_IN_VAIN and large
+    if not packed or (tied and rows < 8):
+        return {}
+    return {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 def _few_and_narrow(x: Array) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,19 @@ def forget_many(mappings: int) -> None:
 
 
 class Program:
-    """`compile` gives an executable per set of static values and shapes; the same ones are compiled once."""
+    """`compile` gives an executable per set of static values and shapes; the same ones are compiled once.
 
-    def __init__(self, fun, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()):
+    options: what XLA's compiler is told, by the keyword arguments; what this version of it does not know is left out.
+    """
+
+    def __init__(
+        self,
+        fun,
+        static: tuple[str, ...] = (),
+        donate: tuple[str, ...] = (),
+        options: Callable[..., dict[str, Any]] | None = None,
+    ):
+        self._options = options
         self._jit = jax.jit(fun, static_argnames=static, donate_argnames=donate)
         self._static = set(static)
         self._done: dict[Any, Any] = {}
@@ -61,7 +72,8 @@ class Program:
         key = self.key(kwargs)
         start = time.perf_counter()
         if key not in self._done:
-            self._done[key] = self.lower(**kwargs).compile()
+            options = {} if self._options is None else self._options(**kwargs)
+            self._done[key] = _compiled(self.lower(**kwargs), options)
         return self._done[key], time.perf_counter() - start
 
     def key(self, kwargs: dict[str, Any]) -> Any:
@@ -82,6 +94,15 @@ class Program:
     def lower(self, **kwargs):
         """The lowered program, for looking at."""
         return self._jit.lower(**kwargs)
+
+
+def _compiled(lowered: Any, options: dict[str, Any]) -> Any:
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return lowered.compile()
 
 
 def _type(x) -> tuple:

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.contract import Cache, NumberRead, unnumbered
+from kvjax.core import product
 from kvjax.core.program import Program
 from kvjax.core.types import Array
 from kvjax.models import decoder
@@ -27,8 +28,8 @@ from kvjax.run.passes import Advance, Pass, Site
 class LayerProgram(Program):
     """A program of one layer, a static argument `site`: layers that are alike share it, wherever they stand."""
 
-    def __init__(self, fun, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()):
-        super().__init__(fun, static, donate)
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
         self._numbered: set[Any] = set()
 
     def compile(self, **kwargs) -> tuple[Any, float]:
@@ -87,13 +88,21 @@ def _pick(x: Array, at: Array) -> Array:
     return pick(x, at[:, None])[:, 0]
 
 
+def _for_layer(x: Array, setting: Setting, **_: Any) -> dict[str, str]:
+    return product.options(x.size // x.shape[-1], setting.config.width, x.dtype)
+
+
+def _for_head(x: Array, setting: Setting, **_: Any) -> dict[str, str]:
+    return product.options(x.size // x.shape[-1], setting.config.width, x.dtype, setting.config.tie_embeddings)
+
+
 EMBED = Program(_embed, static=("setting",))
 BEHIND = Program(_behind, static=("setting",))
-LAYER = LayerProgram(_layer, static=("setting", "site"))
-LAYER_IN_PLACE = LayerProgram(_layer, static=("setting", "site"), donate=("mine",))
+LAYER = LayerProgram(_layer, static=("setting", "site"), options=_for_layer)
+LAYER_IN_PLACE = LayerProgram(_layer, static=("setting", "site"), donate=("mine",), options=_for_layer)
 PICK = Program(_pick)
-FINISH = Program(_finish, static=("setting",))
-FINISH_BEHIND = Program(_finish_behind, static=("setting", "commit"))
+FINISH = Program(_finish, static=("setting",), options=_for_head)
+FINISH_BEHIND = Program(_finish_behind, static=("setting", "commit"), options=_for_head)
 
 
 def around(params: Any) -> Any:

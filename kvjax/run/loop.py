@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import Cache
+from kvjax.core import product
 from kvjax.core.program import Program
 from kvjax.core.types import Array, pytree
 from kvjax.models.model import Model
@@ -102,11 +103,16 @@ def decode_fixed(params: Any, carry: Carry, sampler: Sampler, setting: Setting) 
     return lax.scan(body, carry, length=carry.out.shape[1] - 1)[0]
 
 
+def _for_steps(params: Any, carry: Carry, setting: Setting, **_: Any) -> dict[str, str]:
+    rows, config = len(carry.token) * (1 if carry.guess is None else 2), setting.config
+    return product.options(rows, config.width, params["embedding"].dtype, config.tie_embeddings)
+
+
 BEGIN = Program(begin, static=("length",), donate=("cache",))
 BEGIN_BESIDE = Program(begin, static=("length",))
 LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
-UNTIL = Program(decode_until, static=("setting",), donate=("carry",))
-FIXED = Program(decode_fixed, static=("setting",), donate=("carry",))
+UNTIL = Program(decode_until, static=("setting",), donate=("carry",), options=_for_steps)
+FIXED = Program(decode_fixed, static=("setting",), donate=("carry",), options=_for_steps)
 AFTER = Program(after)
 GUESSED = Program(guessed)
 

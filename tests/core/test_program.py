@@ -1,0 +1,58 @@
+"""Compiled programs, and what the compiler is told for them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.core import product
+from kvjax.core.program import Program
+from kvjax.run.by_layer import LAYER_IN_PLACE
+from kvjax.testing import toy_model
+
+WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "tied", "told"),
+    [
+        (4, 768, jnp.float32, False, WITHOUT_PACKING),
+        (32, 512, jnp.float32, False, WITHOUT_PACKING),
+        (8, 576, jnp.float32, True, WITHOUT_PACKING),
+        (7, 576, jnp.float32, True, {}),
+        (1, 768, jnp.float32, False, {}),
+        (64, 768, jnp.float32, False, {}),
+        (4, 256, jnp.float32, False, {}),
+        (4, 768, jnp.bfloat16, False, {}),
+    ],
+)
+def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
+    assert product.options(rows, width, dtype, tied) == told
+
+
+def test_the_options_reach_the_compiler():
+    program = Program(lambda x: x + 1, options=lambda x: {"xla_backend_optimization_level": "high"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
+        program(x=jnp.zeros(3))
+
+
+def test_what_a_version_of_the_compiler_does_not_know_is_left_out():
+    program = Program(lambda x: x + 1, options=lambda x: {"xla_of_another_version": True})
+    np.testing.assert_array_equal(program(x=jnp.zeros(3)), np.ones(3))
+
+
+def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone():
+    model, prompts = toy_model(width=512, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
+    known = set(LAYER_IN_PLACE._done)
+    together = kvjax.generate(model, prompts, "full", max_new_tokens=4)
+    (step,) = (
+        text
+        for key, compiled in LAYER_IN_PLACE._done.items()
+        if key not in known and "f32[4,512]" in (text := compiled.as_text()) and "ynn" not in text
+    )
+    assert "dot(" in step
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        assert kvjax.generate(model, [prompt], "full", max_new_tokens=4).tokens == [tokens]
