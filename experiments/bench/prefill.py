@@ -1,11 +1,12 @@
 """Prefill of a long prompt beside transformers', in one run, and the peak memory of a very long one.
 
-python -m experiments.bench.prefill [--models small,125m] [--tokens 4096] [--batch 1]
+python -m experiments.bench.prefill [--models small,125m] [--tokens 4096] [--batch 1] [--methods "accumulated;snapkv"]
 python -m experiments.bench.prefill --long [--model testbed] [--tokens 32768] [--chunk 2048]
 
 The first form gives seconds, FLOP/s (causal attention counted half) and the share of what a large matrix product
-reaches between the same turns, in the faster of JAX and torch. The second runs the prompt in a process of its own,
-once whole and once in chunks, and gives that process's peak memory beside what it held before the prompt.
+reaches between the same turns, in the faster of JAX and torch; other methods are measured beside `full`. The second
+runs the prompt in a process of its own, once whole and once in chunks, and gives that process's peak memory beside
+what it held before the prompt.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ from experiments.bench.shapes import SHAPES, describe, prefill_flops
 
 
 def measure(
-    model: kvjax.Model, peer: Peer | None, probes: Probes, tokens: int, batch: int, repeats: int
+    model: kvjax.Model,
+    peer: Peer | None,
+    probes: Probes,
+    tokens: int,
+    batch: int,
+    repeats: int,
+    methods: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Both sides on one prompt i32[batch, tokens], under the exact method `full`."""
+    """Both sides on one prompt i32[batch, tokens], ours under the exact method `full` and under others."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, tokens), np.int32)
-    sides = {"kvjax": Ours(model, kvjax.zoo.full())} | ({} if peer is None else {"transformers": peer})
+    sides: dict[str, Any] = {"kvjax": Ours(model, kvjax.zoo.full())}
+    sides |= {method: Ours(model, kvjax.parse(method)) for method in methods}
+    if peer is not None:
+        sides["transformers"] = peer
     for side in sides.values():
         side.prefill(ids)
-    if peer is not None and not np.array_equal(*(side.tokens for side in sides.values())):
+    if peer is not None and not np.array_equal(sides["kvjax"].tokens, peer.tokens):
         raise AssertionError("the first greedy tokens differ: both sides do not compute the same thing")
     operations, products = probes
     runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
@@ -74,7 +84,8 @@ def beside_peer(args: argparse.Namespace) -> None:
         model = kvjax.random_model(SHAPES[name])
         lines.append(describe(name, model.config, model.params))
         progress(f"{name}, {args.tokens or 4096} tokens")
-        cell = measure(model, None if missing() else Peer(model), probes, args.tokens or 4096, args.batch, args.repeats)
+        peer, methods = None if missing() else Peer(model), args.methods.split(";") if args.methods else ()
+        cell = measure(model, peer, probes, args.tokens or 4096, args.batch, args.repeats, methods)
         results.append({"model": name, **cell})
         shown += rows(name, cell)
         best = ", ".join(f"{k} {v / 1e9:.0f}" for k, v in cell["product_flops_per_second"].items())
@@ -82,7 +93,9 @@ def beside_peer(args: argparse.Namespace) -> None:
         jax.clear_caches()
     if missing():
         lines.append(f"transformers is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
-    report("prefill", before, [table("Prefill, method full", COLUMNS, shown)], lines, results)
+    report(
+        "prefill", before, [table("Prefill, kvjax under full where no method is named", COLUMNS, shown)], lines, results
+    )
 
 
 def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
@@ -128,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
     parser.add_argument("--tokens", type=int, help="tokens of the prompt: 4096, or 32768 with --long")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--methods", default="", help='measured beside full, separated by ";"')
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--product", type=int, default=2048, help="size of the matrices whose product is the measure")
     parser.add_argument("--long", action="store_true", help="peak memory of a very long prompt")
