@@ -17,7 +17,6 @@ from kvjax.run.forward import Setting
 from kvjax.run.passes import Whole, sites
 from kvjax.run.plan import bind
 from kvjax.testing import toy_model
-from tests.contract.layer import QUICK
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
 SELECT = [
@@ -35,6 +34,7 @@ SELECT = [
     "snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3",
     "accumulated:budget=12 + specache:bits=1,group=8,residual=8,topk=3",
 ]
+THEN_AGAIN = "accumulated:budget=12 + h2o:heavy=6,recent=2"  # two sums of attention: over all, and over what is kept
 ONLINE = [
     "h2o:heavy=6,recent=4",
     "scissorhands:budget=10,history=6,recent=2",
@@ -68,14 +68,6 @@ def full(model):
     return kvjax.generate(model, FEW, kvjax.zoo.full(), max_new_tokens=8).tokens
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Programs that run for milliseconds are compiled without being optimised."""
-    compiled = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compiled(lowered, compiler_options=QUICK))
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("method", EACH)
 def test_a_row_of_a_padded_batch_is_the_row_alone(model, larger_heads, full, method):
     larger = any(part.values.get("table") == "shipped" or part.name in PACKED for part in parts_of(method))
@@ -128,7 +120,9 @@ def test_what_evicts_while_it_decodes_keeps_no_padding(model, method):
         _, state = kvjax.extend(model, [[9]] * len(PROMPTS), state, parsed)
 
 
-@pytest.mark.parametrize(("method", "chunk"), [*((m, 8) for m in SELECT), (SELECT[0], 64), (SELECT[3], 64)])
+@pytest.mark.parametrize(
+    ("method", "chunk"), [*((m, 8) for m in (*SELECT, THEN_AGAIN)), (SELECT[0], 64), (SELECT[3], 64)]
+)
 def test_a_prompt_prefilled_in_chunks_is_compressed_as_a_whole(model, method, chunk):
     parsed = kvjax.parse(method)
     whole, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)

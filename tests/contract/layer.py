@@ -26,9 +26,6 @@ LONGEST = int(LENGTHS.max())
 STEPS = 7
 TOTAL = LENGTHS + STEPS
 CAPACITY = 24
-# Each program runs for milliseconds: optimising it would take most of the time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 Fresh = tuple[jax.Array, Block]
 """What `Layer.extend` takes for fresh tokens: q [B K G T H], and their block."""
 
@@ -170,7 +167,7 @@ def slots(layer: Layer, capacity: int = CAPACITY) -> int:
 
 @functools.cache
 def _prefill(layer: Layer, slots: int):
-    return jax.jit(lambda q, block: after_prompt(layer, q, block, slots), compiler_options=QUICK)
+    return jax.jit(lambda q, block: after_prompt(layer, q, block, slots))
 
 
 def prefill(layer: Layer, d: Data, padding: float = 0.0) -> Any:
@@ -190,7 +187,7 @@ def extend(layer: Layer, commit: int = 1):
         TRACES[layer] += 1
         return layer.extend(state, *fresh, commit, None)[:2]
 
-    return jax.jit(run, compiler_options=QUICK)
+    return jax.jit(run)
 
 
 def stepped(layer: Layer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
@@ -206,7 +203,7 @@ def stepped(layer: Layer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
 
 @functools.cache
 def _stepped(layer: Layer):
-    return jax.jit(functools.partial(stepped, layer), compiler_options=QUICK)
+    return jax.jit(functools.partial(stepped, layer))
 
 
 def stack(d: Data, count: int = STEPS) -> Fresh:

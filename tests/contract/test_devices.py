@@ -113,7 +113,7 @@ def run(bound: Layer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
     given = inputs()
     if mesh is not None:
         given = jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, B, K), mesh)), given)
-    return jax.jit(whole, compiler_options=layer.QUICK)(*given)
+    return jax.jit(whole)(*given)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def badly_scored(bound: MethodLayer) -> set[str]:
         seen = reading.seen_by(bound, *layer.observed(bound, q, block))
         return bound.method.select.scorer.scores(*seen, bound.spec)
 
-    program, found = jax.jit(scored, compiler_options=layer.QUICK), set()
+    program, found = jax.jit(scored), set()
     for cases, d in batches():
         q, block = layer.prompt(d)
         given, real = program(q, block), np.asarray(block.pos >= 0)

@@ -16,8 +16,6 @@ from kvjax.core.kernels.packed import Codes
 from kvjax.core.types import KvjaxError
 
 EMPTY = -1e29  # below this, a maximum is that of no scores at all
-# An interpreted kernel is a large program that runs for milliseconds: optimising it would take most of the time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Case(NamedTuple):
@@ -114,7 +112,7 @@ def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def program(c: Case, B: int = 4, attend=packed.attend):
     """What runs a case, compiled."""
     run = functools.partial(attend, bits=c.bits, window=c.window, splits=c.splits, interpret=True)
-    return jax.jit(run).lower(*make(c, B).args).compile(compiler_options=QUICK)
+    return jax.jit(run).lower(*make(c, B).args).compile()
 
 
 def check(partial, wanted, tolerance: float) -> None:

@@ -52,7 +52,7 @@ def tokens(d: layer.Data, first, count, width: int, padding: float) -> Block:
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
     d, size, S = layer.data(), 4, 17
     n = d.lengths
-    build, write = (jax.jit(f, compiler_options=layer.QUICK) for f in (TightBoxes(size).build, TightBoxes(size).write))
+    build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).write))
     aux = build(tokens(d, 0 * n, n, S, np.inf))
     for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
         fresh = tokens(d, n, count, 5, np.nan)

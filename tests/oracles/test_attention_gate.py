@@ -52,7 +52,7 @@ def test_the_example_by_hand():
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
     d, gate = layer.data(2), Gate(Given(written(tmp_path), "attention_gate"))
-    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).kv, compiler_options=layer.QUICK)
+    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).kv)
     for padding in (0.0, np.inf):
         got = np.asarray(scored(*shown(d, padding)))
         for b, n in enumerate(d.lengths):
@@ -78,7 +78,7 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
     """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
     d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 9], np.int32))
     kind, (block, seen) = Gates(keep=40, channels=4, ridge=20), shown(d)
-    count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC), compiler_options=layer.QUICK)
+    count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC))
     counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
     made = kind.arrays(counted, SPEC)
     x, stays, scales = [], [[] for _ in range(layer.K)], []

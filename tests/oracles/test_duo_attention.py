@@ -44,7 +44,7 @@ def test_the_example_by_hand(tmp_path):
     assert oracle.kept(10, True, 1, 2) == list(range(10)) and oracle.kept(10, False, 1, 2) == [0, 8, 9]
     bound = layer.bound(f"duo_attention:sinks=1,recent=2,page=4,table={written(tmp_path, [[0.9, 0.1]])}")
     d = dataclasses.replace(layer.data(), lengths=np.array([10, 1, 6], np.int32))
-    prefill = jax.jit(lambda block: bound.prefill(block, None, 16), compiler_options=layer.QUICK)
+    prefill = jax.jit(lambda block: bound.prefill(block, None, 16))
     state = prefill(layer.prompt(d, padding=np.inf, width=10)[1])
     want = [[list(range(10)), [0, 8, 9]], [[0], [0]], [list(range(6)), [0, 4, 5]]]
     assert held(bound, state) == want

@@ -27,7 +27,7 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compiled(scorer: ExpectedAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv, compiler_options=layer.QUICK)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
 
 
 def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_one_position_ahead_by_hand():
 def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
     rng = np.random.default_rng(0)
     k, mean, spread = (rng.normal(size=(1, 1, *shape)).astype(np.float32) for shape in ((7, 3), (2, 3), (2, 3, 3)))
-    by_three = jax.jit(functools.partial(expected_logits, keys_at_once=3), compiler_options=layer.QUICK)
+    by_three = jax.jit(functools.partial(expected_logits, keys_at_once=3))
     x, m, c = (a[0, 0].astype(np.float64) for a in (k, mean, spread))
     want = m @ x.T / np.sqrt(3) + np.einsum("si,gij,sj->gs", x, c, x) / 6
     np.testing.assert_allclose(by_three(k, mean, spread)[0, 0], want, atol=1e-5)

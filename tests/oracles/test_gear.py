@@ -50,7 +50,7 @@ def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
 def encoded(codec: Residual) -> np.ndarray:
     """What a prompt comes back as."""
     x, pos = tokens()
-    run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)), compiler_options=layer.QUICK)
+    run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))
     return np.asarray(run(jnp.asarray(x)))
 
 
@@ -86,7 +86,7 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 12, 6)), jnp.float32)
     n = (pos >= 0).sum(2, dtype=jnp.int32)
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(x, idx):
         def step(stored, t):
             new = jnp.take_along_axis(x, (n + t)[:, :, None, None], 2)
@@ -110,7 +110,7 @@ def test_by_hand_an_outlier_widens_no_scale():
     x, pos = jnp.asarray([[[[0.0, 1.0, 2.0, 100.0]]]]), jnp.zeros((1, 1, 1), jnp.int32)
     codec = codec_of("token")
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(x):
         return *ByToken(0.5).found(x, pos >= 0), codec.decode(codec.encode(x, pos))
 

@@ -23,7 +23,6 @@ from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.infllm import Blocks, infllm
 from kvjax.methods.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model
-from tests.contract.layer import QUICK
 from tests.oracles import infllm as oracle
 from tests.oracles.online import rope
 
@@ -78,7 +77,7 @@ def step(method, state, fresh, commit):
     return method.extend(state, q, Block(k, v, pos[:, None]), commit, None)[:2]
 
 
-extend = functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)(step)
+extend = functools.partial(jax.jit, static_argnums=(0, 3))(step)
 
 
 def run(method, rows, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):

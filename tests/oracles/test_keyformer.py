@@ -23,14 +23,14 @@ def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -
     """[rows K G count count] of consecutive positions."""
     pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
     draw = functools.partial(Keyformer(**SETTINGS, seed=seed).noise, spec or layer.spec(), layer.K)
-    return np.asarray(jax.jit(draw, compiler_options=layer.QUICK)(pos, pos[:, None]))
+    return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 
 def run(d: layer.Data, window: int | None = None, padding: float = 0.0):
     """(f32[B K G STEPS H], the tokens held at the end by each head of each row)."""
     bound = layer.bound(STRING, window)
     state = layer.prefill(bound, d, padding)
-    out, state = jax.jit(functools.partial(layer.stepped, bound), compiler_options=layer.QUICK)(state, layer.stack(d))
+    out, state = jax.jit(functools.partial(layer.stepped, bound))(state, layer.stack(d))
     return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(state.pos)]
 
 

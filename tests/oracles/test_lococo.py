@@ -73,7 +73,7 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
     made = kind.arrays(joined, SPEC)
     assert {name: x.shape for name, x in made.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
     texts = halved(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
-    share = jax.jit(lambda by: missed(by, texts, 1, None), compiler_options=layer.QUICK)
+    share = jax.jit(lambda by: missed(by, texts, 1, None))
     after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in made.values())))
     assert float(after) < 0.97 * float(share(kind._start(SPEC)))
 

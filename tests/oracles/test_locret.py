@@ -39,7 +39,7 @@ def written(path, fc1, fc2, spec=SPEC) -> str:
 def compiled(table: str, spec: LayerSpec = SPEC):
     """The scorer with a table as a program."""
     scorer = Retaining(Given(table, "locret"))
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv, compiler_options=layer.QUICK)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
 
 
 def row(d: layer.Data, b: int) -> tuple[np.ndarray, ...]:
@@ -85,7 +85,7 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     d, spec, kind = layer.data(4), layer.spec(window), RetainingHeads(ridge=50)
     q, block = layer.prompt(d)
     # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
-    count = jax.jit(lambda block, seen: kind.count(block, seen, spec), compiler_options=layer.QUICK)
+    count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
     counted = count(block, Obs(q, block.pos[:, 0]))
     made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
     x, y = [], []

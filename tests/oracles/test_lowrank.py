@@ -120,7 +120,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
         held = codec.encode(x, pos)
         return held.rows.data, codec.decode(held), codec.rows(held, idx), codec.scores(q, held), codec.mix(p, held)
 
-    coordinates, every, some, scores, mix = jax.jit(read, compiler_options=layer.QUICK)(x, q, p, idx)
+    coordinates, every, some, scores, mix = jax.jit(read)(x, q, p, idx)
     assert coordinates.shape == (2, 4, 9, 2)
     np.testing.assert_allclose(every, want, atol=2e-5)
     np.testing.assert_allclose(some, np.take_along_axis(want, idx[..., None], 2), atol=2e-5)
@@ -138,7 +138,7 @@ def test_the_newest_tokens_are_exact_wherever_they_are_read():
         read = codec.decode(held), codec.inner.decode(held.every), codec.rows(held, idx)
         return *read, codec.scores(q, held), codec.mix(p, held), codec.write(held, fresh, at)
 
-    step = jax.jit(step, compiler_options=layer.QUICK)
+    step = jax.jit(step)
     stored = jax.jit(codec.encode)(np.where(np.arange(8)[:, None] < 5, x, np.float32(np.inf)), pos)
     for n in (5, 6, 7):
         idx = np.tile(np.array([n - 1, 0, n - 4], np.int32), (1, K, 1))

@@ -58,7 +58,7 @@ def plain(rule, block: Block, choice: Choice) -> Block:
 @functools.cache
 def compiled(rule):
     """The same as a program."""
-    return jax.jit(functools.partial(plain, rule), compiler_options=layer.QUICK)
+    return jax.jit(functools.partial(plain, rule))
 
 
 def merged(rule, block: Block, choice: Choice) -> Block:
@@ -193,7 +193,7 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
     bound = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
     q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
     fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)
-    state = jax.jit(lambda block: bound.prefill(block, None, bound.slots(10, 16)), compiler_options=layer.QUICK)(block)
+    state = jax.jit(lambda block: bound.prefill(block, None, bound.slots(10, 16)))(block)
     assert bound.positions(state).max() == 4
     for t in range(3):
         pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)

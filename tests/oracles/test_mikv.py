@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +78,7 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
     dirty = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
     codec, at = Balanced(Plain()), jnp.asarray([[5], [2]], jnp.int32)
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(x, q):
         stored = codec.begin(x, pos[:, None], Obs(q, pos))
         stored = codec.write(stored, x[:, :, :1], at)
@@ -103,7 +101,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
     codec = Tokens(bits, group=16)
     idx = jnp.asarray([[[3, 0], [2, 2]]], jnp.int32)
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(x):
         stored = codec.encode(x, pos)
         return stored, codec.decode(stored), codec.rows(stored, idx)

@@ -60,7 +60,7 @@ def decoded() -> list[tuple[jax.Array, Block]]:
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("plan",), compiler_options=layer.QUICK)
+@functools.partial(jax.jit, static_argnames=("plan",))
 def through(plan: tuple[Layer, Layer], states, fresh) -> tuple[list[jax.Array], list]:
     """Tokens through both layers of a pair: (what each gives, their states)."""
     outs, after, carry = [], [], None
@@ -147,7 +147,7 @@ def test_padding_counts_for_nothing(index):
     def block(of, padding: float) -> Block:
         return Block(*(jnp.where(pos[:, None, :, None], x, padding) for x in (of.k, of.v)), block_pos)
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def state(padding: float):
         seen = Obs(prompt.q, jnp.zeros((3, 0), jnp.int32), neighbour=block(other, padding))
         return bound.prefill(block(prompt, padding), seen, 24)
@@ -175,7 +175,7 @@ def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
 
 def test_the_angle_is_the_same_whichever_layer_asks():
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
-    np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness, compiler_options=layer.QUICK)(b, a))
+    np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness)(b, a))
     cos = np.array([np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
     np.testing.assert_allclose(likeness(a, b), cos * np.abs(cos), atol=1e-3)
     assert not np.asarray(likeness(0 * a, b)).any()
@@ -206,7 +206,7 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
     cache, exact = cache_under("minicache:share=0.2"), exactly()
     plan, fresh, mesh = cache.plan[LOWER:], decoded()[LOWER:], Mesh(np.array(jax.devices()[:2]), ("model",))
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(prompts, fresh):
         outs, states, carry = [], [], None
         for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):

@@ -50,7 +50,7 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
     d = layer.data(dtype=dtype)
     q, rows = d.q[:, :, :, :2], memory.pack(d.k)
     want = jnp.einsum("bkgth,bksh->bkgts", q, d.k, preferred_element_type=jnp.float32)
-    run = jax.jit(memory.products, compiler_options=layer.QUICK)
+    run = jax.jit(memory.products)
     for held in (rows, memory.to_host(rows)):
         found = run(held, q)
         assert memory.kind(found) == "device" and found.dtype == jnp.float32
@@ -60,7 +60,7 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
 def test_keys_in_codes_are_searched_on_the_device():
     d, codec = layer.data(), Host(Rows(Absmax()))
     stored = codec.encode(d.k, jnp.zeros((layer.B, 1, d.k.shape[2]), jnp.int32))
-    found = jax.jit(codec.search, compiler_options=layer.QUICK)(d.q[:, :, :, :2], stored)
+    found = jax.jit(codec.search)(d.q[:, :, :, :2], stored)
     want = jnp.einsum("bkgth,bksh->bkgts", d.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
     np.testing.assert_allclose(found, want, atol=1e-4)
 

@@ -20,7 +20,7 @@ SETTINGS = {"window": 2, "kernel": 3, "mix": 0.3, "threshold": 0.5}
 
 def scored(scorer: RKV, block: Block, obs: Obs) -> np.ndarray:
     """f32[B K S]."""
-    return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).kv, compiler_options=layer.QUICK)(block, obs))
+    return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).kv)(block, obs))
 
 
 def alike(seed: int) -> layer.Data:

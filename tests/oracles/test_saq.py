@@ -69,7 +69,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
         some = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
         return first, last, codec.decode(last), codec.rows(last, some)
 
-    first, last, all_of, some = jax.jit(run, compiler_options=layer.QUICK)(dirty)
+    first, last, all_of, some = jax.jit(run)(dirty)
     assert jax.tree.map(memory.kind, last) == jax.tree.map(memory.kind, first)
     assert all_of.dtype == some.dtype == dtype
     for b, n in enumerate(lengths):

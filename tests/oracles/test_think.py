@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +43,7 @@ def found(q, k, **parameters) -> list[int]:
     """The channels of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    run = jax.jit(Thin(**parameters).found, compiler_options=layer.QUICK)
+    run = jax.jit(Thin(**parameters).found)
     return np.asarray(run(k, pos[:, None], Obs(q[:, :, None], pos)))[0, 0, 0].tolist()
 
 
@@ -71,7 +69,7 @@ def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.A
 def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
     x, pos, seen = prompt(dtype=dtype)
 
-    @functools.partial(jax.jit, compiler_options=layer.QUICK)
+    @jax.jit
     def run(x, pos, seen, at, idx):
         stored = codec.begin(x, pos, seen)
         back, loaded, q = codec.decode(stored), codec.load(stored), seen.q[:, :, :, :1]

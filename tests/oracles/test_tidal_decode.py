@@ -31,7 +31,7 @@ def bound(method=SMALL, windows=(None,) * LAYERS) -> tuple:
     return tuple(method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, windows[i], rope)) for i in range(LAYERS))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=layer.QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def through(plan, states, fresh, commit):
     """One call of every layer, bottom to top -> (their outputs, their states, the last carry)."""
     outs, after, carry = [], [], None

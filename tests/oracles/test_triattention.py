@@ -23,7 +23,7 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compiled(scorer: TriAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv, compiler_options=layer.QUICK)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
 
 
 @pytest.mark.parametrize("scorer", [TriAttention(100), TriAttention(1, normalise=False)], ids=str)
@@ -47,7 +47,6 @@ def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
     seen = Obs(q, block.pos[:, 0])
     of_row = jax.jit(
         lambda seen: mean_over_bare(seen, seen.pos >= 1, Rope(layer.H), sum_of_queries, queries_at_once=4),
-        compiler_options=layer.QUICK,
     )
     got = np.asarray(of_row(seen))
     for row, n in enumerate(d.lengths.tolist()):

@@ -51,7 +51,7 @@ def test_the_example_by_hand():
 
 
 def through(quantiser: Quantiser, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)), compiler_options=layer.QUICK)
+    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 

@@ -70,7 +70,7 @@ def counted(received: list[float], tau: float) -> int:
 @functools.cache
 def important(tau: float):
     tier = Unimportant(Probes(1.0), tau, Channels(2), SeparableTokens(2))
-    return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)), compiler_options=layer.QUICK)
+    return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)))
 
 
 def test_by_hand_of_six_three_and_one_tenth():
