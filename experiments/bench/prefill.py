@@ -84,7 +84,8 @@ def beside_peer(args: argparse.Namespace) -> None:
         model = kvjax.random_model(SHAPES[name])
         lines.append(describe(name, model.config, model.params))
         progress(f"{name}, {args.tokens or 4096} tokens")
-        peer, methods = None if missing() else Peer(model), args.methods.split(";") if args.methods else ()
+        peer = None if missing() else Peer(model)
+        methods = args.methods.split(";") if args.methods else ()
         cell = measure(model, peer, probes, args.tokens or 4096, args.batch, args.repeats, methods)
         results.append({"model": name, **cell})
         shown += rows(name, cell)
@@ -93,9 +94,8 @@ def beside_peer(args: argparse.Namespace) -> None:
         jax.clear_caches()
     if missing():
         lines.append(f"transformers is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
-    report(
-        "prefill", before, [table("Prefill, kvjax under full where no method is named", COLUMNS, shown)], lines, results
-    )
+    shown_as = table("Prefill, kvjax under full where no method is named", COLUMNS, shown)
+    report("prefill", before, [shown_as], lines, results)
 
 
 def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:

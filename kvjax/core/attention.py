@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -91,17 +91,9 @@ def log_sum(m: Array, l: Array) -> Array:
     return m + jnp.log(jnp.maximum(l, 1e-30))
 
 
-def causal(
-    q: Array,
-    k: Array,
-    v: Array,
-    start: Array | int = 0,
-    window: int | None = None,
-    block: int = 512,
-    pattern: Pattern | None = None,
-) -> Array:
-    """Exact causal attention in blocks, [B K G T H] in q's dtype; see `causal_with_sums`."""
-    return causal_with_sums(q, k, v, start, window, block, pattern)[0]
+def causal(*of: Any, **how: Any) -> Array:
+    """What `causal_with_sums` gives, without the sums."""
+    return causal_with_sums(*of, **how)[0]
 
 
 def causal_with_sums(

@@ -74,7 +74,8 @@ class Whole(Pass):
     def attend(self, site: Site, mine: None, fresh: Fresh, carry: Any, mesh: Mesh | None) -> tuple[Array, Any, Any]:
         """Causal attention, and the layer's state."""
         q, k, v, x, output = fresh
-        needs, lengths, first, sums = site.layer.needs, self.lengths, 0, None
+        needs, lengths = site.layer.needs, self.lengths
+        first, sums = 0, None
         if self._few(site):
             block = Block(k, v, positions(k[:, 0, :, 0], lengths)[:, None])
             asking, first = last_positions(lengths, self.queries), lengths - self.queries
@@ -83,7 +84,8 @@ class Whole(Pass):
             out, found = causal_with_sums(q, k, v, window=site.window, pattern=needs.pattern)
             if needs.queries is None and needs.pattern is None:
                 sums = found
-        asked, hidden = shown(site.layer, q, first, lengths), x[:, None] if needs.hidden else None
+        asked = shown(site.layer, q, first, lengths)
+        hidden = x[:, None] if needs.hidden else None
         prompt = Prompt(k, v, asked, hidden, output if needs.output else None, sums=sums)
         return out, encode(site.layer, prompt, lengths, site.slots, self.capacity, mesh), carry
 

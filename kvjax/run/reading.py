@@ -82,8 +82,7 @@ def encode(
         queries, sums = (None if x is None else x[:, :, :, :width] for x in (queries, sums))
     hidden, probed = (None if x is None else x[:, :, :width] for x in (prompt.hidden, prompt.probed))
     neighbour = None if prompt.neighbour is None else tuple(x[:, :, :width] for x in prompt.neighbour)
-    cut = Prompt(
-        prompt.k[:, :, :width], prompt.v[:, :, :width], queries, hidden, prompt.output, probed, neighbour, sums
-    )
+    k, v = prompt.k[:, :, :width], prompt.v[:, :, :width]
+    cut = Prompt(k, v, queries, hidden, prompt.output, probed, neighbour, sums)
     block, seen = seen_by(layer, cut, lengths, keep)
     return devices.prefill(layer, block, seen, slots, mesh)

@@ -26,6 +26,7 @@ LONGEST = int(LENGTHS.max())
 STEPS = 7
 TOTAL = LENGTHS + STEPS
 CAPACITY = 24
+
 Fresh = tuple[jax.Array, Block]
 """What `Layer.extend` takes for fresh tokens: q [B K G T H], and their block."""
 

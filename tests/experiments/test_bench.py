@@ -165,9 +165,8 @@ def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
 def test_prefill_measures_operations_per_second(toy_shapes, capsys):
     prefill.main("--models toy --tokens 24 --repeats 2 --product 64 --methods snapkv;accumulated:budget=8".split())
     (cell,) = last_line(capsys)["results"]
-    assert list(cell["seconds"]) == ["kvjax", "snapkv", "accumulated:budget=8"] + ["transformers"] * (
-        peer.missing() is None
-    )
+    ours, peers = ["kvjax", "snapkv", "accumulated:budget=8"], [] if peer.missing() else ["transformers"]
+    assert list(cell["seconds"]) == ours + peers
     for name, s in cell["seconds"].items():
         assert cell["flops_per_second"][name] == pytest.approx(cell["flops"] / s["median"])
     assert len(prefill.rows("toy", cell)[0]) == len(prefill.COLUMNS)
