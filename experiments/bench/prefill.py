@@ -38,13 +38,12 @@ def measure(
 ) -> dict[str, Any]:
     """Both sides on one prompt i32[batch, tokens], ours under the exact method `full` and under others."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, tokens), np.int32)
-    sides: dict[str, Any] = {"kvjax": Ours(model, kvjax.zoo.full())}
-    sides |= {method: Ours(model, kvjax.parse(method)) for method in methods}
+    sides: dict[str, Any] = {method: Ours(model, kvjax.parse(method)) for method in ("full", *methods)}
     if peer is not None:
         sides["transformers"] = peer
     for side in sides.values():
         side.prefill(ids)
-    if peer is not None and not np.array_equal(sides["kvjax"].tokens, peer.tokens):
+    if peer is not None and not np.array_equal(sides["full"].tokens, peer.tokens):
         raise AssertionError("the first greedy tokens differ: both sides do not compute the same thing")
     operations, products = probes
     runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
@@ -94,8 +93,7 @@ def beside_peer(args: argparse.Namespace) -> None:
         jax.clear_caches()
     if missing():
         lines.append(f"transformers is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
-    shown_as = table("Prefill, kvjax under full where no method is named", COLUMNS, shown)
-    report("prefill", before, [shown_as], lines, results)
+    report("prefill", before, [table("Prefill", COLUMNS, shown)], lines, results)
 
 
 def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:

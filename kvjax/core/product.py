@@ -14,6 +14,8 @@ FEW = 64
 """Rows up to which XLA's CPU backend multiplies narrow numbers several times faster when it sums in float32."""
 PACKED_IN_VAIN = range(4, 33)
 """Rows for which packing the weights in every product, as XLA's CPU backend does, takes longer than it saves."""
+WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""The compiler's option by which that backend leaves such products to other code than YNNPACK."""
 
 
 def product(x: Array, w: Array) -> Array:
@@ -35,13 +37,13 @@ def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, 
     """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
 
     Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program
-    multiplies with rows of an embedding too; other code than YNNPACK's takes ten times as long for fewer than 8 rows.
+    multiplies with rows of an embedding too, and for fewer than 8 rows YNNPACK alone is fast at that.
     """
     large = width >= 512  # smaller weights lie in the processor's caches
     packed = jax.default_backend() == "cpu" and dtype == jnp.float32 and rows in PACKED_IN_VAIN and large
     if not packed or (tied and rows < 8):
         return {}
-    return {"xla_cpu_experimental_ynn_fusion_type": ""}
+    return dict(WITHOUT_PACKING)
 
 
 def _few_and_narrow(x: Array) -> bool:

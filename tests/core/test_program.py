@@ -9,11 +9,10 @@ import pytest
 
 import kvjax
 from kvjax.core import product
+from kvjax.core.product import WITHOUT_PACKING
 from kvjax.core.program import Program
 from kvjax.run.by_layer import LAYER_IN_PLACE
 from kvjax.testing import toy_model
-
-WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 @pytest.mark.parametrize(

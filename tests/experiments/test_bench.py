@@ -22,6 +22,7 @@ from experiments.bench import (
     prefill,
     probes,
     process,
+    products,
     shapes,
 )
 from kvjax.models import checkpoint
@@ -130,15 +131,17 @@ def test_slices_of_our_loop_are_what_generate_gives(toy):
 
 def test_decode_measures_both_sides_on_the_same_tokens(toy, other):
     probe = probes.read_probes(megabytes=1)
-    cell = decode.measure(toy, METHOD, other, probe, context=20, batch=2, steps=2, repeats=3)
-    sides = ["kvjax"] + ["transformers"] * (other is not None)
+    cell = decode.measure(toy, other, probe, context=20, batch=2, steps=2, repeats=3, methods=["accumulated:budget=8"])
+    sides = ["full", "accumulated:budget=8"] + ["transformers"] * (other is not None)
     assert list(cell["tokens_per_second"]) == sides
     for name in sides:
         assert cell["tokens_per_second"][name] == 2 / cell["seconds_per_step"][name]["median"]
     assert cell["bytes_per_step"] == shapes.decode_bytes(toy.config, toy.params, 2, 20 + decode.WARM_UP + 3)
     assert cell["limit"] == pytest.approx(2 * cell["bandwidth"] / cell["bytes_per_step"])
     assert cell["same_tokens"] in (None, 1.0)
-    assert len(decode.row("toy", cell)) == len(decode.COLUMNS)
+    lines = decode.rows("toy", cell)
+    assert [line[3] for line in lines] == ["full", "accumulated:budget=8"]
+    assert {len(line) for line in lines} == {len(decode.COLUMNS)}
 
 
 def test_decode_stops_when_the_sides_differ():
@@ -146,9 +149,9 @@ def test_decode_stops_when_the_sides_differ():
         def __init__(self, *tokens):
             self.tokens = np.array([tokens])
 
-    decode.same_tokens({"kvjax": Side(1, 2), "transformers": Side(1, 2)})
+    decode.same_tokens(Side(1, 2), Side(1, 2))
     with pytest.raises(AssertionError, match=r"kvjax \[\[1, 2\]\], transformers \[\[1, 3\]\]"):
-        decode.same_tokens({"kvjax": Side(1, 2), "transformers": Side(1, 3)})
+        decode.same_tokens(Side(1, 2), Side(1, 3))
 
 
 def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
@@ -159,13 +162,25 @@ def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
     assert "left out: not installed: torch" in out
     results = json.loads(out.strip().splitlines()[-1])["results"]
     assert [(r["model"], r["context"], r["batch"]) for r in results] == [("toy", 8, 1), ("toy", 8, 2)]
-    assert all(list(r["tokens_per_second"]) == ["kvjax"] for r in results)
+    assert all(list(r["tokens_per_second"]) == ["full"] for r in results)
+
+
+def test_both_programs_of_a_product_read_the_same_weights(capsys):
+    products.main("--shapes 8x16,16x8 --rows 1,4 --megabytes 1 --repeats 1".split())
+    cells = last_line(capsys)["results"]
+    assert [(c["shape"], c["rows"]) for c in cells] == [([8, 16], 1), ([8, 16], 4), ([16, 8], 1), ([16, 8], 4)]
+    assert all(c["bytes"] == 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
+    assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
+    weights = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    x = np.ones((4, 8), np.float32)
+    total = sum(float((x @ w).sum()) for w in np.asarray(weights))
+    assert float(products.through(x, weights)) == pytest.approx(total, rel=1e-4)
 
 
 def test_prefill_measures_operations_per_second(toy_shapes, capsys):
     prefill.main("--models toy --tokens 24 --repeats 2 --product 64 --methods snapkv;accumulated:budget=8".split())
     (cell,) = last_line(capsys)["results"]
-    ours, peers = ["kvjax", "snapkv", "accumulated:budget=8"], [] if peer.missing() else ["transformers"]
+    ours, peers = ["full", "snapkv", "accumulated:budget=8"], [] if peer.missing() else ["transformers"]
     assert list(cell["seconds"]) == ours + peers
     for name, s in cell["seconds"].items():
         assert cell["flops_per_second"][name] == pytest.approx(cell["flops"] / s["median"])
