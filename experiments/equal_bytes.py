@@ -6,7 +6,8 @@ python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and it
 What is compared stands in equal_bytes.toml, or in --settings. A setting is fitted by the bytes that it plans for a
 context of --length tokens, without room for answers, so that methods which need more room beside are not favoured.
 Seeds make other contexts; the windows of text are the same for all. A run that was stopped goes on where it was;
-several processes can share the work by --families. --sum runs nothing and sums up what there is.
+several processes can share the work by --families. --sum runs nothing and sums up what there is; --keep adds it to the
+sum that stands there, where the records that made that one are no longer at hand.
 """
 
 from __future__ import annotations
@@ -115,12 +116,33 @@ def _folder(out: Path, family: str, seed: int) -> Path:
     return out / family.replace(" ", "_") / f"seed{seed}"
 
 
-def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions.
+Scores = dict[str, dict[str, dict[str, list[float]]]]
+"""method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions."""
+
+
+def scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
+    """Those of all records, and of methods without records what an earlier sum holds, if it is kept.
 
     A method that was not yet asked everything is left out.
     """
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    kept = earlier(args) if args.keep else {}
+    found = recorded(families, args)
+    asked = _counts(kept[FULL] if kept else found[FULL])
+    return kept | {method: by_task for method, by_task in found.items() if _counts(by_task) == asked}
+
+
+def earlier(args: argparse.Namespace) -> Scores:
+    """Those of the sum that stands in --results; raises KvjaxError if it is of other contexts."""
+    document = json.loads(args.results.read_text())
+    for name, given in (("model", args.model), ("length", args.length), ("tasks", args.tasks), ("seeds", args.seeds)):
+        if document[name] != given:
+            raise KvjaxError(f"{args.results} has {name} {document[name]}, not {given}; leave out --keep")
+    return document["scores"]
+
+
+def recorded(families: Sequence[str], args: argparse.Namespace) -> Scores:
+    """Those of all records, also of methods that were not yet asked everything."""
+    found: Scores = {}
     for family, seed in itertools.product(families, args.seeds):
         folder = _folder(args.out, family, seed)
         of_seed: dict[tuple[str, str], list[float]] = {}
@@ -128,8 +150,7 @@ def scores(families: Sequence[str], args: argparse.Namespace) -> dict[str, dict[
             of_seed.setdefault((record["method"], record["task"]), []).append(round(_score(record), 4))
         for (method, task), values in of_seed.items():
             found.setdefault(method, {}).setdefault(task, {})[str(seed)] = values
-    counts = {method: _counts(by_task) for method, by_task in found.items()}
-    return {method: by_task for method, by_task in found.items() if counts[method] == counts[FULL]}
+    return found
 
 
 def _counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
@@ -174,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--settings", type=Path, default=FAMILIES, help="what is compared (default: equal_bytes.toml)")
     p.add_argument("--families", type=words, help="only these of the settings, and no sum")
     p.add_argument("--sum", action="store_true", help="run nothing")
+    p.add_argument("--keep", action="store_true", help="of methods without records, what --results holds already")
     p.add_argument("--tasks", type=words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")

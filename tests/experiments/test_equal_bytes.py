@@ -59,6 +59,22 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
     assert {seed: len(values) for seed, values in later.items()} == {"0": 2, "1": 2}
 
 
+def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
+    whole = run()["scores"]
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    kept = run("--families", "tokens", "--seeds", "0,1")["scores"]
+    assert kept == whole  # a part writes no sum
+    assert run("--sum", "--keep")["scores"] == whole
+    results = json.loads((tmp_path / "results.json").read_text())
+    results["scores"] = {"full": whole["full"], "int8": whole["int8"]}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    added = run("--sum", "--keep")["scores"]
+    assert set(added) == {"full", "int8", *(m for m in whole if m.startswith("sinks"))}
+    assert added == {method: whole[method] for method in added}
+    with pytest.raises(KvjaxError, match=r"has seeds \[0, 1\], not \[0\]; leave out --keep"):
+        run("--sum", "--keep", "--seeds", "0")
+
+
 def test_the_page_has_every_method_at_every_share(run, tmp_path):
     result = equal_bytes_page.Result(run())
     page = equal_bytes_page.page(result, "plot.png")
