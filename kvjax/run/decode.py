@@ -22,7 +22,7 @@ from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, ByLayer, Carry
 from kvjax.run.result import Result
-from kvjax.run.sampling import Sampler, row_keys
+from kvjax.run.sampling import Sampler
 from kvjax.run.stops import Stop
 
 LOOPS = "layers", "while", "scan"
@@ -192,7 +192,7 @@ def decoding(
         BEGIN_BESIDE if keep else BEGIN,
         logits=last,
         cache=cache,
-        keys=row_keys(seeded(seed), last.shape[0]),
+        key=seeded(seed),
         eos=jnp.asarray(eos),
         sampler=sampler,
         length=max_new_tokens,

@@ -18,7 +18,7 @@ from kvjax.run import passes
 from kvjax.run.by_layer import Stepper
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting
-from kvjax.run.sampling import Sampler, sample
+from kvjax.run.sampling import Sampler, row_keys, sample
 
 
 @pytree
@@ -35,8 +35,9 @@ class Carry:
     guess: Array | None = None  # i32[B], for a method that guesses: what may come after `token`
 
 
-def begin(logits: Array, cache: Cache, keys: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
+def begin(logits: Array, cache: Cache, key: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
     """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate."""
+    keys = row_keys(key, logits.shape[0])
     out = jnp.full((logits.shape[0], length), -1, jnp.int32)
     done = jnp.zeros(logits.shape[0], bool)
     return _emit(Carry(cache, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)

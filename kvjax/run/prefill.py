@@ -16,12 +16,12 @@ from kvjax.core.program import Program
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.decoder import pick
 from kvjax.models.model import Model
-from kvjax.run import by_layer, devices, forward, limits, probe, reading
+from kvjax.run import by_layer, devices, limits, probe, reading
 from kvjax.run.by_layer import LayerProgram, through
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.passes import Piece, Site, Whole, sites
-from kvjax.run.prompts import pad, place, round_up
+from kvjax.run.prompts import consecutive, pad, place, round_up
 from kvjax.run.reading import Prompt
 
 SHORT = 512
@@ -131,10 +131,10 @@ def _whole(
     wanted = [layer.needs.queries for layer in plan]
     queries = None if None in wanted or tokens.shape[1] <= SHORT else max(1, *wanted)
     where, nothing = sites(plan, model.config, slots, queries is not None), (None,) * len(plan)
-    work, pos = Whole(lengths, capacity, queries), forward.positions(tokens)
+    work, pos = Whole(lengths, capacity, queries), consecutive(model, 0, tokens.shape)
     x, layers = through(model, tokens, pos, work, where, nothing, clock)
-    at = lengths - 1 if queries is None else jnp.full_like(lengths, x.shape[1] - 1)
-    last = clock.start(by_layer.PICK, x=x, at=at)
+    at = [x.shape[1] if queries else len(row) for row in ids]
+    last = clock.start(by_layer.PICK, x=x, at=place(model, np.array(at, np.int32) - 1, "B"))
     return by_layer.logits(model, last, clock), Cache(layers, lengths, capacity, plan, model.config)
 
 
@@ -170,7 +170,7 @@ def pieces(
     starts = range(0, width, piece)
     for start in track(starts, "prefill", transient=True) if progress else starts:
         part = place(model, tokens[:, start : start + piece], "B T")
-        work, pos = Piece(jnp.int32(start), lengths), start + forward.positions(part)
+        work, pos = Piece(jnp.int32(start), lengths), consecutive(model, start, part.shape)
         with clock.timed():
             x, layers = through(model, part, pos, work, where, past.layers, clock)
             last = clock.start(LAST, x=x, at=lengths - 1 - start, otherwise=past.last)

@@ -31,6 +31,11 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     return jax.device_put(x, named(axes, model.mesh))
 
 
+def consecutive(model: Model, start: int, shape: tuple[int, int]) -> Array:
+    """i32[B T], in each row the positions start, start + 1, .. of its tokens; from NumPy, so nothing is compiled."""
+    return place(model, np.broadcast_to(np.arange(start, start + shape[1], dtype=np.int32), shape), "B T")
+
+
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
     if isinstance(prompts, str):

@@ -49,14 +49,25 @@ class Rounds:
 
 
 def start(
-    logits: Array, verifier: Cache, draft: Cache, keys: Array, eos: Array, sampler: Sampler, length: int
+    logits: Array, verifier: Cache, draft: Cache, key: Array, eos: Array, sampler: Sampler, length: int
 ) -> Rounds:
     """The first token, from the logits f32[B V] of the verifier's prompt; length: M, the most tokens to generate."""
-    first = begin(logits, verifier, keys, eos, sampler, length)
+    first = begin(logits, verifier, key, eos, sampler, length)
     made, accepted, drafted = jnp.ones_like(first.token), jnp.zeros_like(first.token), jnp.zeros_like(first.token)
     stuck = jnp.zeros(2, bool)
     return Rounds(
-        first.cache, draft, first.token, first.out, made, first.done, accepted, drafted, jnp.int32(0), stuck, keys, eos
+        first.cache,
+        draft,
+        first.token,
+        first.out,
+        made,
+        first.done,
+        accepted,
+        drafted,
+        jnp.int32(0),
+        stuck,
+        first.keys,
+        eos,
     )
 
 

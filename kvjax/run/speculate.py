@@ -28,7 +28,7 @@ from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
 from kvjax.run.rounds import ROUNDS, START, Rounds
-from kvjax.run.sampling import Sampler, row_keys, sampler
+from kvjax.run.sampling import Sampler, sampler
 from kvjax.run.states import cropped, mesh_of, offered
 
 REMEDY = "take one that only appends, token by token, such as 'full', 'int4' or 'quest:budget=256'"
@@ -124,8 +124,7 @@ def _decoded(
 ) -> Rounds:
     """All rounds, from what both have read."""
     eos = jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32))
-    keys = row_keys(seeded(seed), first["logits"].shape[0])
-    rounds = clock.call(START, **first, keys=keys, eos=eos, sampler=s, length=length)
+    rounds = clock.call(START, **first, key=seeded(seed), eos=eos, sampler=s, length=length)
     settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
     both = {"params": model.params, "draft_params": drafter.params, "settings": settings}
     return clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)
