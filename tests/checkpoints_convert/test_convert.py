@@ -171,18 +171,25 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
     return sum(x.nbytes for x in tensors.values())
 
 
-def test_memory_stays_near_one_layer(tmp_path):
-    total = random_llama(tmp_path, layers=16)
-    source = Directory(tmp_path)
+def peak_of_writing(source: Directory, out: Path) -> int:
+    """Bytes that are held at once while all parts of a source are read and written."""
     todo = plan(source)  # traces the decoder's shapes, which is not what is measured
-    with checkpoint.Writer(tmp_path / "out", todo.config, todo.dtype) as writer:
+    with checkpoint.Writer(out, todo.config, todo.dtype) as writer:
         tracemalloc.start()
         for name, subtree in parts(source, todo, todo.dtype):
             writer.put(name, subtree)
             del subtree
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert total > 10e6 and peak < total / 4
+    return peak
+
+
+def test_memory_stays_near_one_layer(tmp_path):
+    total = random_llama(tmp_path, layers=16)
+    # After thousands of tests Python's table of interned strings takes 8 MB, and may be copied into a larger one meanwhile;
+    # that happens once, so the smaller peak is the conversion's.
+    peaks = [peak_of_writing(Directory(tmp_path), tmp_path / f"out{i}") for i in range(2)]
+    assert total > 10e6 and min(peaks) < total / 4
 
 
 def test_check_names_every_difference(hf, tmp_path):
