@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
