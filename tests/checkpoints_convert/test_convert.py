@@ -187,8 +187,8 @@ def peak_of_writing(source: Directory, out: Path) -> int:
 
 def test_memory_stays_near_one_layer(tmp_path):
     total = random_llama(tmp_path, layers=16)
-    # After thousands of tests Python's table of interned strings takes 8 MB, and may be copied into a larger one meanwhile;
-    # that happens once, so the smaller peak is the conversion's.
+    # After thousands of tests Python's table of interned strings takes 8 MB, and may move into a larger one meanwhile.
+    # That happens once, so the smaller peak is the conversion's.
     peaks = [peak_of_writing(Directory(tmp_path), tmp_path / f"out{i}") for i in range(2)]
     assert total > 10e6 and min(peaks) < total / 4
 
