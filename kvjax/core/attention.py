@@ -26,13 +26,18 @@ class Pattern(Protocol):
 
 def scores(q: Array, k: Array) -> Array:
     """q [B K G T H], k [B K S H] -> scaled dot products f32[B K G T S]."""
+    return _products(q, k) * q.shape[-1] ** -0.5
+
+
+def _products(q: Array, k: Array) -> Array:
+    """As `scores`, not scaled."""
     B, K, G, T, H = q.shape
     if G * T > 16:
-        return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * H**-0.5
+        return jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
     # Few queries: with the keys as the second operand, XLA:CPU transposes all of them on every decode step.
     dims = (((3,), (3,)), ((0, 1), (0, 1)))
     s = lax.dot_general(k, q.reshape(B, K, G * T, H), dims, preferred_element_type=jnp.float32)
-    return s.swapaxes(2, 3).reshape(B, K, G, T, -1) * H**-0.5
+    return s.swapaxes(2, 3).reshape(B, K, G, T, -1)
 
 
 def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
@@ -182,12 +187,13 @@ class _KeyBlocks(NamedTuple):
     def _onto(self, q: Array, t: Array, masked: bool, acc: Partial, first: Array) -> Partial:
         """The block of keys from `first` on, added to what the queries have of the blocks before it."""
         k, v = (lax.dynamic_slice_in_dim(x, first, self.size, 2) for x in (self.k, self.v))
-        s = scores(q, k)
+        s, scale = _products(q, k), q.shape[-1] ** -0.5
         if masked:
             s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, NEG)
-        m = jnp.maximum(acc.m, s.max(-1))
-        # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG).
-        p, shrink = jnp.exp(s - m[..., None]), jnp.exp(acc.m - m)
+        # Scaled behind the maximum, or XLA:CPU writes all scores once more, scaled, to take it.
+        m = jnp.maximum(acc.m, s.max(-1) * scale)
+        # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG * scale).
+        p, shrink = jnp.exp(s * scale - m[..., None]), jnp.exp(acc.m - m)
         return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))
 
     def _seen(self, key_pos: Array, t: Array) -> Array:
