@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.product import FEW, product, scored
+from kvjax.core.product import FEW, LARGE, PARTS, product, scored
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, FEW, FEW + 1])
@@ -22,6 +24,15 @@ def test_products_are_numpys(rows, dtype, off):
     ):
         assert got.shape == want.shape and got.dtype == kind
         np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2 * off * np.abs(want).max())
+
+
+@pytest.mark.parametrize("size_in", [LARGE // 128, LARGE // 128 + 1])
+def test_one_row_and_a_large_matrix_are_multiplied_in_parts_where_it_divides(size_in):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, size_in), (size_in, 128)))
+    run = jax.jit(product).lower(x, w)
+    assert f"tensor<{math.gcd(size_in, PARTS)}x1x128xf32>" in run.as_text()
+    np.testing.assert_allclose(run.compile()(x, w), np.float64(x) @ np.float64(w), atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, FEW])

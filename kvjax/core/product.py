@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import jax
@@ -12,6 +14,10 @@ from kvjax.core.types import Array
 
 FEW = 64
 """Rows up to which XLA's CPU backend multiplies narrow numbers several times faster when it sums in float32."""
+LARGE = 2**19
+"""Numbers in a float32 matrix from which multiplying one row with parts of it, side by side, is worth it."""
+PARTS = 2 ** (max(4, os.cpu_count() or 1).bit_length() - 1)
+"""Parts at most; more than two cores have, so that the last one to be done is done sooner."""
 PACKED_IN_VAIN = range(4, 33)
 """Rows for which packing the weights in every product, as XLA's CPU backend does, takes longer than it saves."""
 WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -20,9 +26,11 @@ WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 def product(x: Array, w: Array) -> Array:
     """x [T in], w [in out] -> [T out] in x's dtype."""
-    if not _few_and_narrow(x):
-        return x @ w
-    return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    if _few_and_narrow(x):
+        return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE and jax.default_backend() == "cpu":
+        return _in_parts(x, w)
+    return x @ w
 
 
 def scored(x: Array, rows: Array) -> Array:
@@ -44,6 +52,13 @@ def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, 
     if not packed or (tied and rows < 8):
         return {}
     return dict(WITHOUT_PACKING)
+
+
+def _in_parts(x: Array, w: Array) -> Array:
+    """A product as a sum over parts of the contraction: XLA's CPU code for a single row leaves half the cores idle."""
+    parts = math.gcd(w.shape[0], PARTS)
+    x, w = x.reshape(parts, 1, -1), w.reshape(parts, -1, w.shape[1])
+    return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).sum(0)
 
 
 def _few_and_narrow(x: Array) -> bool:

@@ -171,9 +171,9 @@ def test_both_programs_of_a_product_read_the_same_weights(capsys):
     assert [(c["shape"], c["rows"]) for c in cells] == [([8, 16], 1), ([8, 16], 4), ([16, 8], 1), ([16, 8], 4)]
     assert all(c["bytes"] == 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
     assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
-    weights = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    weights = list(jax.random.normal(jax.random.key(0), (3, 8, 8)))
     x = np.ones((4, 8), np.float32)
-    total = sum(float((x @ w).sum()) for w in np.asarray(weights))
+    total = sum(float((x @ w).sum()) for w in map(np.asarray, weights))
     assert float(products.through(x, weights)) == pytest.approx(total, rel=1e-4)
 
 
