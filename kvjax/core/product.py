@@ -45,13 +45,11 @@ def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, 
     """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
 
     Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program
-    multiplies with rows of an embedding too, and for fewer than 8 rows YNNPACK alone is fast at that.
+    multiplies with rows of an embedding too, and YNNPACK alone is fast at that.
     """
-    large = width >= 512  # smaller weights lie in the processor's caches
-    packed = jax.default_backend() == "cpu" and dtype == jnp.float32 and rows in PACKED_IN_VAIN and large
-    if not packed or (tied and rows < 8):
-        return {}
-    return dict(WITHOUT_PACKING)
+    wide = width >= 768 and not tied  # packing smaller weights costs less, as they stay in the processor's caches
+    in_vain = dtype == jnp.float32 and rows in PACKED_IN_VAIN and wide
+    return dict(WITHOUT_PACKING) if in_vain and jax.default_backend() == "cpu" else {}
 
 
 def _in_parts(x: Array, w: Array) -> Array:
