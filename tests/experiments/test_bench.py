@@ -165,16 +165,21 @@ def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
     assert all(list(r["tokens_per_second"]) == ["full"] for r in results)
 
 
-def test_both_programs_of_a_product_read_the_same_weights(capsys):
-    products.main("--shapes 8x16,16x8 --rows 1,4 --megabytes 1 --repeats 1".split())
+def test_all_programs_of_a_product_read_the_same_weights(capsys):
+    products.main("--shapes 128x256,64x128 --rows 1,4 --megabytes 1 --repeats 1".split())
     cells = last_line(capsys)["results"]
-    assert [(c["shape"], c["rows"]) for c in cells] == [([8, 16], 1), ([8, 16], 4), ([16, 8], 1), ([16, 8], 4)]
-    assert all(c["bytes"] == 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
+    assert [(c["shape"], c["rows"]) for c in cells] == [
+        ([128, 256], 1),
+        ([128, 256], 4),
+        ([64, 128], 1),
+        ([64, 128], 4),
+    ]
+    assert all(c["bytes"] == products.PASSES * 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
     assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
-    weights = list(jax.random.normal(jax.random.key(0), (3, 8, 8)))
-    x = np.ones((4, 8), np.float32)
-    total = sum(float((x @ w).sum()) for w in map(np.asarray, weights))
-    assert float(products.through(x, weights)) == pytest.approx(total, rel=1e-4)
+    rng = np.random.default_rng(0)
+    x, a, b = (rng.normal(size=s).astype(np.float32) for s in ((4, 8), (8, 16), (16, 8)))
+    for multiply, _ in products.PROGRAMS.values():
+        np.testing.assert_allclose(products.through(x, [a, b], multiply), x @ a @ b, rtol=1e-4)
 
 
 def test_prefill_measures_operations_per_second(toy_shapes, capsys):
