@@ -53,7 +53,7 @@ def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, 
 
 
 def _in_parts(x: Array, w: Array) -> Array:
-    """A product as a sum over parts of the contraction: XLA's CPU code for a single row leaves half the cores idle."""
+    """x [1 in], w [in out] -> [1 out], summed over parts of the contraction, as XLA's CPU code leaves cores idle."""
     parts = math.gcd(w.shape[0], PARTS)
     x, w = x.reshape(parts, 1, -1), w.reshape(parts, -1, w.shape[1])
     return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).sum(0)
