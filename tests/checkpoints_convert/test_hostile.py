@@ -131,13 +131,13 @@ def test_hugging_faces_own_cache_is_full_of_links(hf, tmp_path):
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
 
 
-def test_escape_codes_in_names_and_values_do_not_reach_the_terminal(hf, capsys):
+def test_escape_codes_in_names_and_values_do_not_reach_the_terminal(hf, tmp_path, capsys):
     mistral = hf("mistral")
     mistral.tensors(**{f"model__{ESCAPE}\nok": np.zeros(3, np.float32)})
     assert "model.\\x1b[2J\\nok: no such tensor" in refusal(mistral.directory)
     assert main(["inspect", str(mistral.directory)]) == 0
     assert main(["inspect", str(mistral.config(model_type=f"llama{ESCAPE}"))]) == 0
-    assert main(["convert", str(mistral.directory), "out"]) == 1
+    assert main(["convert", str(mistral.directory), str(tmp_path / "converted")]) == 1
     shown = capsys.readouterr()
     assert "\x1b[2J" not in shown.out + shown.err and "\\x1b[2J" in shown.out and "\\x1b[2J" in shown.err
 
