@@ -53,21 +53,20 @@ def start(
 ) -> Rounds:
     """The first token, from the logits f32[B V] of the verifier's prompt; length: M, the most tokens to generate."""
     first = begin(logits, verifier, key, eos, sampler, length)
-    made, accepted, drafted = jnp.ones_like(first.token), jnp.zeros_like(first.token), jnp.zeros_like(first.token)
-    stuck = jnp.zeros(2, bool)
+    none = jnp.zeros_like(first.token)
     return Rounds(
-        first.cache,
-        draft,
-        first.token,
-        first.out,
-        made,
-        first.done,
-        accepted,
-        drafted,
-        jnp.int32(0),
-        stuck,
-        first.keys,
-        eos,
+        verifier=first.cache,
+        draft=draft,
+        token=first.token,
+        out=first.out,
+        made=jnp.ones_like(first.token),
+        ended=first.done,
+        accepted=none,
+        drafted=none,
+        count=jnp.int32(0),
+        stuck=jnp.zeros(2, bool),
+        keys=first.keys,
+        eos=eos,
     )
 
 

@@ -168,12 +168,8 @@ def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
 def test_all_programs_of_a_product_read_the_same_weights(capsys):
     products.main("--shapes 128x256,64x128 --rows 1,4 --megabytes 1 --repeats 1".split())
     cells = last_line(capsys)["results"]
-    assert [(c["shape"], c["rows"]) for c in cells] == [
-        ([128, 256], 1),
-        ([128, 256], 4),
-        ([64, 128], 1),
-        ([64, 128], 4),
-    ]
+    asked = [(shape, rows) for shape in ([128, 256], [64, 128]) for rows in (1, 4)]
+    assert [(c["shape"], c["rows"]) for c in cells] == asked
     assert all(c["bytes"] == products.PASSES * 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
     assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
     rng = np.random.default_rng(0)
