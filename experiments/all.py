@@ -2,8 +2,8 @@
 
 python -m experiments.all [--only kcache_table1,kcache_table2] [--list] [--summary] [--real]
 
---real runs those that need no questions of the shipped model on SmolLM2-135M with essays instead: half an hour, into
-results/smollm2 and a summary of its own.
+--real runs those that measure quality on SmolLM2-135M instead, with essays and questions about needles in them: two hours,
+into results/smollm2 and a summary of its own.
 
 Each script runs in a process of its own; what it prints last becomes results/NAME.json, its plots go there too, what it
 says on the way stays visible. A script that fails does not stop the others; the exit status is then 1. --summary only
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.common import progress
+from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
 from kvjax.eval.run.command import words
 
@@ -77,13 +78,24 @@ ENTRIES = (
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
 REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"
+REAL_SIZES = f"{REAL} --contexts 16 --batch 8 --windows 4"
+REAL_ASKED = f"{REAL_SIZES} --tasks shared"
 ON_A_REAL_MODEL = (
-    Entry("kcache_table2", "KCache, Table 2", f"{REAL} --n 32,64,128 --layers 0,1"),
-    Entry("specache_table1", "SpeCache, Table 1", REAL),
-    Entry("specache_table5", "SpeCache, Table 5", REAL),
+    Entry("kcache_table2", "KCache, Table 2", f"{REAL_ASKED} --n 32,64,128 --layers 0,1"),
+    Entry("kcache_table4", "KCache, Table 4", f"{REAL_SIZES} --tasks shared,{','.join((*SINGLES, *MULTIKEYS))}"),
+    Entry("specache_table1", "SpeCache, Table 1", REAL_ASKED),
+    Entry("specache_table2", "SpeCache, Table 2", REAL_ASKED),
+    Entry("specache_table4", "SpeCache, Table 4", f"{REAL_ASKED} --rows 4 --repeats 5"),
+    Entry("specache_table5", "SpeCache, Table 5", REAL_ASKED),
     Entry("specache_figure2", "SpeCache, Figure 2", REAL),
     Entry("specache_figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
-    Entry("specache_figure5", "SpeCache, Figure 5", f"{REAL} --topk 0,16,64,128"),
+    Entry("specache_figure5", "SpeCache, Figure 5", f"{REAL_ASKED} --topk 0,16,64,128"),
+    Entry("kvcrush_table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
+    Entry("kvcrush_table3", "KVCrush, Table III", REAL_ASKED),
+    Entry("kvcrush_figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
+    Entry("kvcrush_figure7", "KVCrush, Figure 7", REAL_ASKED),
+    Entry("kvcrush_figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
+    Entry("eviction_curves", "recall against budget", f"{REAL_ASKED} --budgets 64,128,256,512"),
 )
 
 

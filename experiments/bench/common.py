@@ -73,5 +73,5 @@ def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Se
     for t in tables:
         console.print(t)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(note, soft_wrap=True, markup=False)  # a note may hold [brackets]
     print(json.dumps({"benchmark": name, "machine": {**after, "load_before": before["load"]}, "results": results}))

@@ -12,6 +12,7 @@ import numpy as np
 
 import kvjax
 from experiments.bench.common import progress
+from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.command import words
@@ -23,6 +24,7 @@ from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.zoo.full()
 SEED = 2**32 + 1  # training seeds are below 2**32
+TASKS_SAID = f"of the shipped model: {{}}; of any other: {', '.join(questions.TASKS)}"
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -38,7 +40,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
     """The arguments of `measure`, and --group."""
-    p.add_argument("--tasks", type=words, default=["variables"], help="of the shipped model: " + ", ".join(tasks.TASKS))
+    p.add_argument("--tasks", type=words, default=["variables"], help=TASKS_SAID.format(", ".join(tasks.TASKS)))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
@@ -63,10 +65,10 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(f"error: {e}")
 
 
-def instances(args: argparse.Namespace, task: str) -> list[tasks.Instance]:
-    """`args.contexts` held-out instances of a task, in filler of code and of noise in turn."""
-    if task not in tasks.TASKS:
-        raise KvjaxError(f"unknown task {task!r}; use {', '.join(tasks.TASKS)}")
+def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
+    """`args.contexts` held-out instances of a task, those of symbols in filler of code and of noise in turn."""
+    if task in questions.TASKS:
+        return questions.in_text(args, model, task)
     fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
     seeds = ([args.seed, list(tasks.TASKS).index(task), args.length, i] for i in range(args.contexts))
     try:
@@ -116,7 +118,7 @@ def answers(
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
     exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
-        prompts, more = [q.prompt for q in asked], {"max_new_tokens": len(asked[0].answer), "eos_ids": ()}
+        prompts, more = [q.prompt for q in asked], {"max_new_tokens": max(len(q.answer) for q in asked), "eos_ids": ()}
         known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
             context = under(method, known)
@@ -150,9 +152,9 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
     """One record per method, `full` first: accuracy per task, bits per token of text, agreement with `full`."""
     methods = {text: kvjax.parse(text) for text in ("full", *texts)}
     records = {name: {"method": name, "tasks": {}} for name in methods}
-    for task in args.tasks if knows_symbols(model) else ():
+    for task in questions.asked(model, args.tasks):
         right: dict[str, list[bool]] = {name: [] for name in methods}
-        for batch in batches(instances(args, task), args.batch, task):
+        for batch in batches(instances(args, model, task), args.batch, task):
             for name, more in answers(model, methods, batch, args.ask).items():
                 right[name] += more
         for name, r in right.items():
@@ -195,8 +197,7 @@ def brief(records: Iterable[Mapping[str, Any]]) -> str:
 
 def columns(args: argparse.Namespace, model: Model) -> tuple[str, ...]:
     """Headings of `cells`."""
-    named = tuple(args.tasks) if knows_symbols(model) else ()
-    return (*named, "bits/B" if knows_symbols(model) else "bits/token", "= full")
+    return (*questions.asked(model, args.tasks), "bits/B" if knows_symbols(model) else "bits/token", "= full")
 
 
 def cells(record: Mapping[str, Any]) -> list[str]:

@@ -17,11 +17,10 @@ import numpy as np
 
 import kvjax
 from experiments.bench.common import progress
-from experiments.papers import common
+from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.contract import KVMethod
 from kvjax.core import program
-from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.methods.strings import Methods, named
 from kvjax.run.prompts import round_up
 from kvjax.testbed import corpus, tasks
@@ -60,7 +59,7 @@ TASKS: dict[str, Callable[..., tasks.Instance]] = {"phrases": phrases, **tasks.T
 def arguments(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     """The parser of these scripts: `common.parser` and the sizes that `measure` reads; `defaults` replace theirs."""
     p = common.parser(doc)
-    p.add_argument("--tasks", type=common.words, help="from: " + ", ".join(TASKS))
+    p.add_argument("--tasks", type=common.words, help=common.TASKS_SAID.format(", ".join(TASKS)))
     p.add_argument("--contexts", type=int, default=24, help="per task")
     p.add_argument("--batch", type=int, default=24, help="contexts at a time")
     p.add_argument("--windows", type=int, default=16, help="windows of text")
@@ -96,7 +95,8 @@ class Asked(Prompts):
     def __init__(self, model: Model, instances: Sequence[tasks.Instance]):
         self.instances = instances
         asked = [np.concatenate([i.context, i.questions[0].prompt]) for i in instances]
-        room = 2 * max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
+        longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
+        room = 2 * longest + max(len(i.between) for i in instances)
         super().__init__(model, [i.context for i in instances] + asked, room)
 
     def outcomes(self, method: str | KVMethod) -> tuple[dict[str, Outcome], Context]:
@@ -107,34 +107,37 @@ class Asked(Prompts):
         for i in range(count):
             follow = min(max(i, 1), count - 1)
             rows = self._rows(i, follow)
-            found_there = zip(context.score(rows, decoded=self._decoded(rows, i)), rows, strict=True)
+            found_there = zip(context.score(rows, decoded=self._decoded(i, follow)), rows, strict=True)
             scored = [(logp, likeliest, np.array(row)) for (logp, likeliest), row in found_there]
-            answer = len(self.instances[0].questions[i].answer)
-            first = len(self.instances[0].questions[0].answer)
-            found["unseen"].append(_score(scored[:n], slice(-answer, None)))
-            if i == 0 and first > 1:  # a single token would come from the exact prompt
-                found["first"].append(_score(scored[n:], slice(first)))
+            firsts, answers = ([len(x.questions[j].answer) for x in self.instances] for j in (0, i))
+            found["unseen"].append(_score(scored[:n], [slice(-size, None) for size in answers]))
+            if i == 0 and min(firsts) > 1:  # a single token would come from the exact prompt
+                found["first"].append(_score(scored[n:], [slice(size) for size in firsts]))
             elif i:
-                found["later"].append(_score(scored[n:], slice(-answer, None)))
+                found["later"].append(_score(scored[n:], [slice(-size, None) for size in answers]))
         return {when: Outcome(*np.stack(x, 2)) for when, x in found.items() if x}, context
 
     def _rows(self, i: int, follow: int) -> list[list[int]]:
         """Question i behind the context alone; question `follow` behind the first one's right answer."""
-        questions = [(x.questions[0], x.questions[i], x.questions[follow]) for x in self.instances]
-        alone = [[*q.prompt, *q.answer] for _, q, _ in questions]
-        return alone + [[*f.answer, *q.prompt, *q.answer] for f, _, q in questions]
+        alone = [[*x.questions[i].prompt, *x.questions[i].answer] for x in self.instances]
+        later = [(x.questions[0].answer, x.between, x.questions[follow]) for x in self.instances]
+        return alone + [[*first, *between, *q.prompt, *q.answer] for first, between, q in later]
 
-    def _decoded(self, rows: list[list[int]], i: int) -> list[list[bool]]:
-        """Which of these tokens a method would have to decode: all but the question's."""
-        question = self.instances[0].questions[i]
-        asked = range(-len(question.answer) - len(question.prompt), -len(question.answer))
-        return [[t - len(row) not in asked for t in range(len(row))] for row in rows]
+    def _decoded(self, i: int, follow: int) -> list[list[bool]]:
+        """Which tokens of `_rows` a method would have to decode: all but the question's."""
+
+        def marks(q: tasks.Question, before: int = 0, between: int = 0) -> list[bool]:
+            return [True] * before + [False] * (between + len(q.prompt)) + [True] * len(q.answer)
+
+        alone = [marks(x.questions[i]) for x in self.instances]
+        later = [marks(x.questions[follow], len(x.questions[0].answer), len(x.between)) for x in self.instances]
+        return alone + later
 
 
-def _score(scored: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], at: slice) -> np.ndarray:
-    """Of teacher-forced rows the answer at a slice -> f32[2 n]: all of it likeliest, and nats per token."""
-    right = [float((likeliest[at] == tokens[at]).all()) for _, likeliest, tokens in scored]
-    return np.array([right, [-logp[at].mean() for logp, _, _ in scored]], np.float32)
+def _score(scored: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], at: Sequence[slice]) -> np.ndarray:
+    """Of teacher-forced rows the answer, row by row at a slice -> f32[2 n]: all of it likeliest, and nats per token."""
+    right = [float((likeliest[s] == tokens[s]).all()) for (_, likeliest, tokens), s in zip(scored, at, strict=True)]
+    return np.array([right, [-logp[s].mean() for (logp, _, _), s in zip(scored, at, strict=True)]], np.float32)
 
 
 class Continued(Prompts):
@@ -151,10 +154,10 @@ class Continued(Prompts):
         return {"text": Outcome((likeliest == self.rest).astype(np.float32), -logp)}, context
 
 
-def instances(args: argparse.Namespace, task: str) -> list[tasks.Instance]:
-    """`args.contexts` held-out instances of a task, in filler of held-out code."""
-    if task not in TASKS:
-        raise KvjaxError(f"unknown task {task!r}; use {', '.join(TASKS)}")
+def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
+    """`args.contexts` held-out instances of a task, those of symbols in filler of held-out code."""
+    if task in questions.TASKS:
+        return questions.in_text(args, model, task)
     held_out = corpus.load("held_out")
     seeds = ([args.seed, list(TASKS).index(task), args.length, i] for i in range(args.contexts))
     return [TASKS[task](np.random.default_rng(s), args.length, held_out.window) for s in seeds]
@@ -210,14 +213,14 @@ class Found:
 def measure(
     model: Model, args: argparse.Namespace, methods: Methods | Mapping[str, KVMethod], with_text: bool = False
 ) -> Found:
-    """All methods on the same prompts: the tasks of `args`, and text; only text for a model of another vocabulary.
+    """All methods on the same prompts: those tasks of `args` that the model can be asked, and text where none can.
 
     methods: strings, which are then their names too, or methods by name.
     """
     methods = methods if isinstance(methods, Mapping) else named(methods)
-    known, found, parts = knows_symbols(model), Found(), {}
-    work = [(t, instances(args, t), Asked) for t in (args.tasks if known else ())]
-    if with_text or not known:
+    found, parts = Found(), {}
+    work = [(t, instances(args, model, t), Asked) for t in questions.asked(model, args.tasks, TASKS)]
+    if with_text or not work:
         rows = common.windows(args, model, args.length + args.tokens)
         work.append(("text", rows, lambda model, rows: Continued(model, rows, args.length)))
     for task, rows, make in work:

@@ -93,8 +93,8 @@ def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes:
 def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any]]]:
     """Source of tokens -> one record per percentage."""
     sources = {"text": common.windows(args, model, args.length)}
-    if knows_symbols(model):
-        sources |= {t: np.stack([i.context for i in common.instances(args, t)]) for t in args.tasks}
+    if knows_symbols(model):  # contexts of other models' tasks differ in length
+        sources |= {t: np.stack([i.context for i in common.instances(args, model, t)]) for t in args.tasks}
     sizes = tuple(max(round(x * args.length / 100), 1) for x in args.percent)
     if max(args.percent) > 100 or min(args.percent) <= 0:
         raise KvjaxError(f"--percent must lie in (0, 100], got {args.percent}")

@@ -34,11 +34,12 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instance:
-    """One context i32[S] and its questions."""
+    """One context i32[S] and its questions; between: what stands between an answer and a further question, i32[B]."""
 
     task: str
     context: np.ndarray
     questions: tuple[Question, ...]
+    between: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 def noise(rng: np.random.Generator, n: int) -> np.ndarray:

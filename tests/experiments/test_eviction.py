@@ -133,7 +133,7 @@ def test_only_tokens_of_answers_are_guessed():
     rows = eviction.Asked._rows(asked, 1, 1)
     first, second = asked.instances[0].questions[:2]
     assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
-    assert eviction.Asked._decoded(asked, rows, 1) == [[False] * 2 + [True] * 3, [True] * 3 + [False] * 2 + [True] * 3]
+    assert eviction.Asked._decoded(asked, 1, 1) == [[False] * 2 + [True] * 3, [True] * 3 + [False] * 2 + [True] * 3]
 
 
 def test_text_is_continued_token_by_token(toy):
