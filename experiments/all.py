@@ -78,7 +78,7 @@ ENTRIES = (
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
 REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"
-REAL_SIZES = f"{REAL} --contexts 16 --batch 8 --windows 4"
+REAL_SIZES = f"{REAL} --contexts 8 --batch 8 --windows 4"
 REAL_ASKED = f"{REAL_SIZES} --tasks shared"
 ON_A_REAL_MODEL = (
     Entry("kcache_table2", "KCache, Table 2", f"{REAL_ASKED} --n 32,64,128 --layers 0,1"),
