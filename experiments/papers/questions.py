@@ -1,7 +1,7 @@
 """Questions about needles in a text, as instances of `kvjax.testbed.tasks`: for models that know no symbols.
 
-Facts and questions are those of the evaluation's tasks, through the model's chat template where it has one. The scripts
-compare an answer token by token, so its tokens are made here; each question ends with the first words of its answer.
+Facts and questions are those of the evaluation's tasks, through the model's chat template where it has one; each
+question ends with the first words of its answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from kvjax import KvjaxError, Model
+from kvjax.eval.run.harness import reference
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Ask, Case, Spec
+from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.frame import framed
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks
 
 SINGLES = tuple(f"ruler.niah_single_{i}" for i in (1, 2, 3))
@@ -44,20 +44,9 @@ def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Ins
     frame = framed(model, spec)
     first, later = (frame.question("What", turn=turn) for turn in (0, 1))
     between = later[: len(later) - len(first)]
-    return [_instance(case, frame.tokenizer, between) for case in suite.cases(model, [task], spec)]
+    return [_instance(model, case, between) for case in suite.cases(model, [task], spec)]
 
 
-def _instance(case: Case, tokenizer: Tokenizer, between: np.ndarray) -> tasks.Instance:
-    questions = tuple(_question(ask, tokenizer) for ask in case.asks)
-    return tasks.Instance(case.task, case.context, questions, between)
-
-
-def _question(ask: Ask, tokenizer: Tokenizer) -> tasks.Question:
-    (value,) = ask.references
-    return tasks.Question(ask.prompt, _behind_a_word(value, tokenizer), ask.about["depth"])
-
-
-def _behind_a_word(value: str, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids i32[T] of a space and a value, as they go on from a question that ends in "is"."""
-    word, whole = (tokenizer.encode(text, special_tokens=False) for text in ("is", f"is {value}"))
-    return np.array(whole[len(word) :], np.int32)
+def _instance(model: Model, case: Case, between: np.ndarray) -> tasks.Instance:
+    found = (tasks.Question(ask.prompt, reference(model, ask), ask.about["depth"]) for ask in case.asks)
+    return tasks.Instance(case.task, case.context, tuple(found), between)
