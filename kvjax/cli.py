@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvjax.core.arguments import DTYPES
 from kvjax.core.program import use_compilation_cache
 from kvjax.core.shown import sizes
 from kvjax.core.types import KvjaxError
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    generate.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     generate.set_defaults(run=_generate)
 
@@ -126,7 +127,7 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--steps", type=int, default=32, help="most tokens of the answer (default: %(default)s)")
     p.add_argument("--tokens", type=int, help="only so many first tokens of the text")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     p.set_defaults(run=_explore)
 
 
@@ -138,7 +139,7 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", type=int, default=65_536, help="how much of it (default: %(default)s)")
     p.add_argument("--context", type=int, default=2048, help="tokens read as one document (default: %(default)s)")
     p.add_argument("--batch", type=int, default=1, help="documents at a time (default: %(default)s)")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     p.set_defaults(run=_calibrate)
 
 
@@ -169,7 +170,7 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         help="a UTF-8 text, a folder of them, or essays: for perplexity and as haystack (default: source code)",
     )
     p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     p.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,

@@ -245,7 +245,7 @@ def test_ids_are_the_templates_text_with_no_special_token_added(model):
 def test_chat_generates_behind_the_conversation_and_ends_with_the_turn(model):
     out = kvjax.chat(model, ASKED, "kcache:n=8", max_new_tokens=4)
     assert len(out.tokens[0]) == 1 and out.finish_reasons == ["stop"]
-    on = {"max_new_tokens": 4, "eos_ids": (-1,) * 259}
+    on = {"max_new_tokens": 4, "eos_ids": ()}
     longer = kvjax.chat(model, ASKED, "kcache:n=8", **on)
     assert longer.tokens[0][:1] == out.tokens[0] and longer.finish_reasons == ["length"]
     same = kvjax.generate(model, kvjax.chat_ids(model, ASKED), "kcache:n=8", **on)

@@ -66,10 +66,16 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"temperature": -1.0}, "temperature must be 0"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k must be at least 1"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
-        ({"temperature": 1.0, "min_p": 1.5}, "min_p must be in"),
+        ({"temperature": -1.0}, "temperature must be a number from 1e-30 to 1e\\+30, got -1.0; 0 is greedy"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be an integer from 1"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be a number from"),
+        ({"temperature": 1.0, "min_p": 1.5}, "min_p must be a number from 0 to 1"),
+        ({"temperature": 1e-40}, "temperature must be a number"),  # logits over it would be infinite
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"temperature": 1.0, "top_k": 1.5}, "top_k must be an integer"),
+        ({"temperature": 1.0, "top_k": 2**31}, "top_k must be an integer"),
+        ({"temperature": 1.0, "top_p": 1e-40}, "top_p must be a number"),  # float32 has no such share
         ({"top_k": 5}, "need temperature > 0"),
     ],
 )

@@ -57,5 +57,16 @@ def test_what_a_hugging_face_tokenizer_returns_is_not_read_as_text():
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
 def test_a_temperature_that_is_no_number_is_refused(temperature):
-    with pytest.raises(KvjaxError, match="temperature must be 0"):
+    with pytest.raises(KvjaxError, match="temperature must be a number .*; 0 is greedy"):
         kvjax.generate(toy_model(), [np.array([1, 2])], "full", temperature=temperature)
+
+
+def test_a_context_that_was_used_up_says_so():
+    context = kvjax.read(toy_model(), [[1, 2, 3]], "full")
+    context.ask([[4]], max_new_tokens=2)
+    assert "rows of 3 tokens" in repr(context)
+    context.generate(max_new_tokens=2, use_up=True)
+    assert repr(context) == "Context('full'; used up)"
+    for call in (lambda: context.ask([[4]]), context.generate, lambda: context.save("nowhere")):
+        with pytest.raises(KvjaxError, match="used up by an answer that did not copy it; read the prompts again"):
+            call()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import numbers
 import sys
 from typing import Any
 
-from kvjax.core import documents
+from kvjax.core import arguments, documents
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KvjaxError
 
@@ -46,16 +45,16 @@ class Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
-            _check_integer(name, getattr(self, name), 1, LARGEST)
+            arguments.integer(f"config field {name}", getattr(self, name), 1, LARGEST)
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.windows is not None and len(self.windows) != self.layers:
             raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
         for window in self.windows or ():
             if window is not None:
-                _check_integer("windows", window, 1, LARGEST)
+                arguments.integer("config field windows", window, 1, LARGEST)
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
-            _check_integer("eos_ids or bos_id", token, 0, self.vocab_size - 1)
+            arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
         for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise KvjaxError(f"config field {name} must be true or false, got {getattr(self, name)!r:.80}")
@@ -105,8 +104,3 @@ class Config:
             raise
         except (TypeError, AttributeError, ValueError) as e:
             raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e
-
-
-def _check_integer(name: str, x: Any, least: int, most: int) -> None:
-    if not isinstance(x, numbers.Integral) or isinstance(x, bool) or not least <= x <= most:
-        raise KvjaxError(f"config field {name} must be an integer from {least} to {most}, got {x!r:.80}")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from kvjax.core.arguments import float_type
 from kvjax.core.program import use_compilation_cache
 from kvjax.core.random import seeded
 from kvjax.core.types import KvjaxError
@@ -59,6 +60,7 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     directory that is missing, foreign, incomplete or damaged.
     """
     use_compilation_cache()
+    dtype = None if dtype is None else float_type(dtype)
     name = str(path)
     where = located(name)
     config = checkpoint.manifest(where).config
@@ -80,5 +82,5 @@ def located(name: str) -> Any:
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """A model with random parameters: for tests and benchmarks, where only shapes and speed matter."""
-    params = jax.jit(lambda key: nn.unbox(init(config, key, dtype)))(seeded(seed))
+    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(seeded(seed))
     return Model(config, params, name="random")

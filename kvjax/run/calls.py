@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core import arguments
 from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
@@ -33,7 +34,7 @@ def logits(model: Model, ids: Prompts) -> Array:
 def room(ids: Sequence[Sequence[int]], capacity: int | None, extra: int) -> int:
     """Capacity in tokens per row, checked against the longest prompt and `extra` tokens to come."""
     need = max(map(len, ids)) + extra
-    if capacity is not None and capacity < need:
+    if capacity is not None and arguments.integer("capacity", capacity, 0) < need:
         raise KvjaxError(
             f"capacity {capacity} is too small: the longest prompt has {need - extra} tokens and {extra} more are to "
             f"come; raise capacity to at least {need}, or shorten the prompt"
@@ -65,6 +66,7 @@ def fresh_inputs(
     model: Model, ids: Sequence[Sequence[int]], cache: Cache, extra: int = 0, width: int | None = None
 ) -> dict[str, Array]:
     """Padded tokens that follow a cache, checked against its rows and its room (`extra` more are to come)."""
+    check_whole(cache)
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
     longest = max(map(len, ids))
@@ -76,9 +78,16 @@ def fresh_inputs(
             f"prefill with capacity={need} or more"
         )
     limits.check_fed(model, cache.plan, used, longest)
-    tokens, lengths = pad(ids, min(width or longest, cache.capacity - used))
+    width = longest if width is None else arguments.integer("width", width, longest)
+    tokens, lengths = pad(ids, min(width, cache.capacity - used))
     limits.check_result(model, *tokens.shape)
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
+
+
+def check_whole(cache: Cache) -> None:
+    """Raises KvjaxError where the arrays of a cache have been given away."""
+    if cache.length.is_deleted():
+        raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 
 def at_row_ends(out: Array, ids: Sequence[Sequence[int]]) -> Array:

@@ -13,6 +13,7 @@ from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
+from kvjax.core import arguments
 from kvjax.core.shown import sizes, table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of
@@ -44,6 +45,8 @@ class Context:
     read_seconds: float = 0.0  # of the documents, compilation apart
 
     def __repr__(self) -> str:
+        if self.cache.length.is_deleted():
+            return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {sizes(self.bytes)})"
 
@@ -94,7 +97,7 @@ class Context:
         use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
         """
         self._check_known()
-        self._check_room(max_new_tokens - 1)  # the last token is not fed back
+        self._check_room(arguments.integer("max_new_tokens", max_new_tokens) - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
         more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
@@ -161,6 +164,9 @@ class Context:
 
     def join(self, *others: Context) -> Context:
         """The rows of this context and of others, of one model, method and capacity, as one batch."""
+        for other in others:
+            if not isinstance(other, Context):
+                raise KvjaxError(f"a context is joined with other contexts, got {other!r:.80}")
         parts = (self, *others)
         known = {x.last.shape[1] for x in parts}
         cache = states.join([x.cache for x in parts])
@@ -193,6 +199,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
+        calls.check_whole(self.cache)
         if not self.last.shape[1]:
             raise KvjaxError(
                 "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
@@ -201,6 +208,7 @@ class Context:
 
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
+        calls.check_whole(self.cache)
         return save.write(path, self.model, self.method, self.cache, self.last)
 
     def _check_room(self, more: int) -> None:
@@ -230,7 +238,7 @@ def read(
     """
     ids, clock = token_ids(model, documents), Clock()
     longest = max(map(len, ids))
-    capacity = calls.room(ids, longest + room if capacity is None else capacity, 0)
+    capacity = calls.room(ids, longest + arguments.integer("room", room, 0) if capacity is None else capacity, 0)
     if width is not None:
         width, capacity = round_up(width), max(capacity, round_up(width))
     method = method_of(method)

@@ -182,18 +182,15 @@ def decoding(
     The cache is used up, unless it is to be kept; then the loop works on a copy.
     """
     loop = chosen_loop(loop, stop, max_new_tokens)
-    if max_new_tokens < 1:
-        raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limits.check_decoding(model, cache, max_new_tokens)
     clock, stop = clock or Clock(), stops.strings(model, stop)
     prefill_seconds = clock.running
-    eos = np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32)
     carry = clock.call(
         BEGIN_BESIDE if keep else BEGIN,
         logits=last,
         cache=cache,
         key=seeded(seed),
-        eos=jnp.asarray(eos),
+        eos=stops.end_ids(model, eos_ids),
         sampler=sampler,
         length=max_new_tokens,
     )

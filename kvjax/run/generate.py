@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
 from kvjax.models.model import Model
 from kvjax.run import by_layer, calls, stops
@@ -37,8 +38,7 @@ def start(
     **sampling: Any,
 ) -> Decoding:
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
-    if max_new_tokens < 1:
-        raise KvjaxError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    arguments.integer("max_new_tokens", max_new_tokens)
     how, loop = sampler(**sampling), chosen_loop(loop, stop, max_new_tokens)
     ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
     if cache is None:

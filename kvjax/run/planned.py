@@ -10,12 +10,16 @@ import jax.numpy as jnp
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.contract import KVMethod, Layer, slots_of, unnumbered
+from kvjax.core import arguments
 from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.core.types import Block, KvjaxError
 from kvjax.models.config import Config
 from kvjax.run.forward import Plan
 from kvjax.run.plan import bind
 from kvjax.run.prompts import round_up
+
+LONGEST = 2**24
+"""Tokens of a prompt to be planned for: budgets are tables of all lengths, and no model has so many positions."""
 
 
 def planned_bytes(
@@ -34,10 +38,15 @@ def planned_bytes(
     default as `prefill` does it; a second tier of precision has slots for so many tokens. No weights are needed. Where
     layers share a budget by what the prompt is like, it is counted as divided evenly.
     """
-    capacity = prompt if capacity is None else capacity
-    width = min(round_up(prompt) if width is None else width, capacity)
+    if not isinstance(config, Config):
+        raise KvjaxError(f"planned_bytes takes a model's configuration, such as model.config, got {config!r:.80}")
+    arguments.integer("prompt", prompt, most=LONGEST)
+    arguments.integer("batch", batch)
+    capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
+    width = min(round_up(prompt) if width is None else arguments.integer("width", width), capacity)
     plan = bind(method, config)
-    return bytes_of(plan, config, [slots_of(layer, (prompt,), capacity) for layer in plan], batch, width, dtype)
+    slots = [slots_of(layer, (prompt,), capacity) for layer in plan]
+    return bytes_of(plan, config, slots, batch, width, arguments.float_type(dtype))
 
 
 def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any) -> dict[str, int]:

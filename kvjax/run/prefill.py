@@ -11,6 +11,7 @@ import numpy as np
 from rich.progress import track
 
 from kvjax.cache.contract import Cache, slots_of
+from kvjax.core import arguments
 from kvjax.core.mesh import constrain
 from kvjax.core.program import Program
 from kvjax.core.types import Array, Block, KvjaxError
@@ -143,8 +144,7 @@ def _piece_width(plan: Plan, chunk: int | None) -> int | None:
     restricted = {layer.needs.chunk for layer in plan} - {0}
     if chunk is None:
         return min(restricted, default=None)
-    if chunk < 1:
-        raise KvjaxError(f"chunk must be at least 1 token, got {chunk}")
+    arguments.integer("chunk", chunk)
     if restricted:
         raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
     return chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,16 @@ def consecutive(model: Model, start: int, shape: tuple[int, int]) -> Array:
 
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
+    if not isinstance(model, Model):
+        raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):
         raise KvjaxError(
             f'prompts are texts or lists of ids, got a mapping with {list(prompts)}; give its ["input_ids"]'
         )
+    if not hasattr(prompts, "__len__") or isinstance(prompts, Set) or getattr(prompts, "ndim", 1) == 0:
+        raise KvjaxError(f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}")
     if len(prompts) == 0:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
     ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]

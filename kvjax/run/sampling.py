@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from kvjax.core import arguments
 from kvjax.core.attention import NEG
 from kvjax.core.types import Array, KvjaxError, pytree
+
+LEAST = 1e-30  # of a temperature and of top_p: logits over a smaller one would overflow, a smaller share be none
 
 
 @pytree
@@ -30,24 +31,25 @@ def sampler(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Sampler:
     """A checked Sampler; temperature 0 is greedy, and then no filter may be given."""
-    if not 0 <= temperature < math.inf:
-        raise KvjaxError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise KvjaxError(f"top_k must be at least 1, got {top_k}; leave it out to keep all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise KvjaxError(f"top_p must be in (0, 1], got {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise KvjaxError(f"min_p must be in [0, 1], got {min_p}")
-    if temperature == 0:
+    greedy = not isinstance(temperature, bool) and temperature == 0
+    if not greedy:
+        arguments.number("temperature", temperature, LEAST, 1 / LEAST, "; 0 is greedy")
+    if top_k is not None:
+        arguments.integer("top_k", top_k)
+    if top_p is not None:
+        arguments.number("top_p", top_p, LEAST, 1)
+    if min_p is not None:
+        arguments.number("min_p", min_p, 0, 1)
+    if greedy:
         if (top_k, top_p, min_p) != (None, None, None):
             raise KvjaxError("top_k, top_p and min_p need temperature > 0; temperature 0 is greedy")
         return Sampler()
 
-    def number(x, dtype):
+    def array(x, dtype):
         return None if x is None else jnp.asarray(x, dtype)
 
     return Sampler(
-        jnp.float32(temperature), number(top_k, jnp.int32), number(top_p, jnp.float32), number(min_p, jnp.float32)
+        jnp.float32(temperature), array(top_k, jnp.int32), array(top_p, jnp.float32), array(min_p, jnp.float32)
     )
 
 

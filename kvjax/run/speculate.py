@@ -10,16 +10,16 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core import arguments
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
-from kvjax.run import calls
+from kvjax.run import calls, stops
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.acceptance import Shift, shift
 from kvjax.run.clock import Clock
@@ -93,8 +93,8 @@ def speculate(
     Raises IncompatibleMethod where a method cannot give rejected tokens back.
     """
     s, how = sampler(temperature, top_k, top_p, min_p), shift(transfer, alpha)
-    if min(ahead, max_new_tokens) < 1:
-        raise KvjaxError(f"ahead and max_new_tokens must be at least 1 token, got {ahead} and {max_new_tokens}")
+    arguments.integer("ahead", ahead)
+    arguments.integer("max_new_tokens", max_new_tokens)
     drafter, clock = draft_model or model, Clock()
     ids = token_ids(model, prompts)
     draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts)
@@ -123,7 +123,7 @@ def _decoded(
     eos_ids: tuple[int, ...] | None,
 ) -> Rounds:
     """All rounds, from what both have read."""
-    eos = jnp.asarray(np.array(model.config.eos_ids if eos_ids is None else eos_ids, np.int32))
+    eos = stops.end_ids(model, eos_ids)
     rounds = clock.call(START, **first, key=seeded(seed), eos=eos, sampler=s, length=length)
     settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
     both = {"params": model.params, "draft_params": drafter.params, "settings": settings}

@@ -1,11 +1,15 @@
-"""Text that ends before its tokens do: at strings that the caller names."""
+"""What ends an answer early: ids, and strings in the text of its tokens."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvjax.core.types import KvjaxError
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core import arguments
+from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
@@ -18,13 +22,23 @@ UNFINISHED = "\ufffd"  # how a tokenizer shows a character of which not all byte
 
 def strings(model: Model, stop: Stop) -> tuple[str, ...]:
     """The strings of `stop`; raises KvjaxError for an empty one, another type, and a model that knows no text."""
-    given = (stop,) if isinstance(stop, str) else tuple(stop)
+    given = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     for text in given:
         if not isinstance(text, str) or not text:
-            raise KvjaxError(f"stop takes texts of at least one character, got {text!r}; to end at ids, use eos_ids")
+            raise KvjaxError(
+                f"stop takes texts of at least one character, got {text!r}; () is none, and to end at ids, use eos_ids"
+            )
     if given:
         model.text_tokenizer()
     return given
+
+
+def end_ids(model: Model, eos_ids: Sequence[int] | int | None) -> Array:
+    """i32[E]: the ids that end a row, the model's own for None; raises KvjaxError for what is no token of it."""
+    given = np.atleast_1d(model.config.eos_ids if eos_ids is None else eos_ids).tolist()
+    for token in given:
+        arguments.integer("an id in eos_ids", token, 0, model.config.vocab_size - 1, "; () ends at none")
+    return jnp.asarray(given, jnp.int32)
 
 
 def has_one(text: str, stop: Sequence[str]) -> bool:

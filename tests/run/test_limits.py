@@ -36,8 +36,10 @@ def test_what_is_installed_is_known():
 
 
 def test_a_cache_beyond_32_bits_is_refused():
+    with pytest.raises(KvjaxError, match="positions are 32-bit integers; ask for fewer new tokens"):
+        kvjax.generate(MODEL, ids(4), "full", max_new_tokens=2**31 - 1)
     for new in (2**31, 10**12, 10**20):
-        with pytest.raises(KvjaxError, match="positions are 32-bit integers; ask for fewer new tokens"):
+        with pytest.raises(KvjaxError, match="max_new_tokens must be an integer from 1 to 2147483647, got"):
             kvjax.generate(MODEL, ids(4), "full", max_new_tokens=new)
 
 

@@ -1,0 +1,48 @@
+"""What numbers and types of numbers the public calls take: checked in one place, so that all errors say it alike."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.core.types import KvjaxError
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of parameters and caches."""
+
+
+def integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
+    """`value` as an int; raises KvjaxError where it is none, or below `least` or above `most`."""
+    if not _is(value, numbers.Integral, "iu") or not least <= value <= most:
+        raise KvjaxError(f"{name} must be an integer from {least} to {most}, got {value!r:.80}{remedy}")
+    return int(value)
+
+
+def number(name: str, value: Any, least: float, most: float, remedy: str = "") -> float:
+    """`value` as a float; raises KvjaxError where it is no finite number, or below `least` or above `most`."""
+    if not _is(value, numbers.Real, "iuf") or not math.isfinite(value) or not least <= value <= most:
+        raise KvjaxError(f"{name} must be a number from {least:g} to {most:g}, got {value!r:.80}{remedy}")
+    return float(value)
+
+
+def float_type(dtype: Any) -> np.dtype:
+    """One of DTYPES, given by its name or as a type; raises KvjaxError for another."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise KvjaxError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    return found
+
+
+def _is(value: Any, kind: type, dtypes: str) -> bool:
+    """Whether it is a number of Python, NumPy or JAX of that kind; truth values are none."""
+    if isinstance(value, jax.Array):
+        return value.ndim == 0 and value.dtype.kind in dtypes
+    return isinstance(value, kind) and not isinstance(value, bool)
