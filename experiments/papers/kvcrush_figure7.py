@@ -38,7 +38,7 @@ def known(labels: Sequence[str]) -> dict[str, str]:
     return {label: BASES[label] for label in labels}
 
 
-def lines(bases: dict[str, str], budget: int, unit: str, share: float, window: int = 8) -> list[Line]:
+def lines(bases: dict[str, str], budget: int, unit: str, share: float, window: int) -> list[Line]:
     """Each method alone, and with KVCrush: all with the same window of last tokens, as in KVCache-Factory's scripts."""
     out = []
     for label, name in bases.items():
@@ -53,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
+    parser.add_argument("--window", type=int, default=8, help="last tokens that a method looks back from, or keeps")
     parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     parser.add_argument("--units", type=common.words, default="token,chunk8", help="token, or chunk and a size")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
-    groups = {unit: lines(known(args.bases), args.budget, unit, args.share) for unit in args.units}
+    groups = {unit: lines(known(args.bases), args.budget, unit, args.share, args.window) for unit in args.units}
     every = [line for group in groups.values() for line in group]
     found = measure(model, args, ["full", *(line.method for line in every)], with_text=True)
     title = f"KVCrush, Figure 7: {args.budget} of {args.length} tokens"

@@ -26,7 +26,7 @@ PAPER = {
 }
 
 
-def lines(bases: dict[str, str], budget: int, share: float, window: int = 8) -> list[Line]:
+def lines(bases: dict[str, str], budget: int, share: float, window: int) -> list[Line]:
     """Full, the methods, and KVCrush on each."""
     out, crushed = [Line("FullKV", "full", paper=PAPER["FullKV"])], []
     for label, name in bases.items():
@@ -50,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, tasks=["phrases", "needle", "copying", "variables"])
     parser.add_argument("--budget", type=int, default=256, help="tokens kept (the paper: 2,048, about a quarter)")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
+    parser.add_argument("--window", type=int, default=8, help="last tokens that a method looks back from, or keeps")
     parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
-    every = lines(known(args.bases), args.budget, args.share)
+    every = lines(known(args.bases), args.budget, args.share, args.window)
     found = measure(model, args, [line.method for line in every], with_text=True)
     shown = [*every, star(found, every)]
     title = f"KVCrush, Table III: {args.budget} of {args.length} tokens"
