@@ -104,8 +104,9 @@ def read(file: Path) -> Header:
 
 
 def _header(file: Path, cursor: _Cursor) -> Header:
-    if len(cursor.data) < 24 or cursor.take(4) != MAGIC:
+    if cursor.data[:4] != MAGIC:
         raise KvjaxError(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()!r}; give one that does")
+    cursor.take(len(MAGIC))
     version = cursor.number("<I")
     if version not in VERSIONS:
         other = "it is big-endian" if version & 0xFFFF == 0 else f"it has version {version}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.core.arguments import DTYPES
+from kvjax.core.files import text_of
 from kvjax.core.program import use_compilation_cache
 from kvjax.core.shown import sizes
 from kvjax.core.types import KvjaxError
@@ -42,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as in `kvjax generate .. | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
+        return 141
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
@@ -203,7 +208,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
-        documents = calibrate.pieces(model, args.text.read_text(), args.tokens, args.context)
+        documents = calibrate.pieces(model, text_of(args.text, "--text"), args.tokens, args.context)
         read = f"{args.tokens} tokens of {args.text}"
     out = calibrate.calibrate(model, args.kind, args.out, documents, args.batch)
     print(f"{out}: {args.kind} of {args.model}, from {read}")
@@ -218,7 +223,7 @@ def _report(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from kvjax import demo
 
-    demo.run(args.out, args.methods or demo.METHODS, args.model)
+    demo.run(args.out, demo.METHODS if args.methods is None else args.methods, args.model)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -265,8 +270,7 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
 
 def _read(name: str) -> str:
     """A file's text, or what stdin holds for "-"; UTF-8 whatever the locale."""
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    return content.decode("utf-8")
+    return sys.stdin.buffer.read().decode("utf-8") if name == "-" else text_of(Path(name), "--prompt-file")
 
 
 def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -49,6 +49,7 @@ def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "a", "--top-k", "3"], "need temperature > 0"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "99999999999"], "top_k must be an integer from 1"),
     ],
 )
 def test_wrong_input_ends_with_one_line_and_status_2(args, says, capsys):
@@ -76,6 +77,32 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("kvjax.run.generate.start", interrupted)
     assert cli.main(["generate", "--prompt", "a"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "kvjax: stopped"
+
+
+def test_a_reader_that_has_enough_ends_it_quietly():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "kvjax", "methods"], **pipes) as command:
+        command.stdout.close()
+        said = command.stderr.read()
+    assert said == b"" and command.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["demo", "--methods", ""], "no method in ''"),
+        (["eval", "--budget-bytes", ""], "above 0 and at most 1, such as 1/4, got ''"),
+        (["explore", "--text", "{here}", "--out", "page.html"], "cannot read --text {here}"),
+        (["explore", "--text", "{here}/empty", "--out", "page.html"], "--text {here}/empty has no text"),
+        (["explore", "--text", "{here}/bytes", "--out", "page.html"], "give a UTF-8 text file"),
+        (["explore", "--text", "{here}/text", "--out", "{here}"], "--out {here} is a folder"),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_anything_runs(args, says, tmp_path, capsys):
+    for name, content in (("empty", b"\n"), ("bytes", b"\xff\xfe"), ("text", b"a text")):
+        (tmp_path / name).write_bytes(content)
+    assert cli.main([x.format(here=tmp_path) for x in args]) == 2
+    assert says.format(here=tmp_path) in capsys.readouterr().err
 
 
 def test_an_ascii_terminal_and_an_argument_that_is_no_utf_8():

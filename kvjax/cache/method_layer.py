@@ -161,7 +161,8 @@ class MethodLayer(StateOperations):
     ) -> tuple[Array, LayerState, Any]:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
-        A chunk of T tokens gives what T single steps give.
+        A chunk of T tokens gives what T single steps give, of a method that guesses ahead what its loop gives: a call
+        does not know the guess that an earlier one would have gone on with.
         """
         if not self.needs.neighbour:
             return self._in_steps(self._at_once, state, q, fresh, commit, carry)

@@ -8,6 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from kvjax.core.types import KvjaxError
+
+
+def text_of(path: Path, called: str) -> str:
+    """The text of a UTF-8 file; raises KvjaxError, by what the file is called, for one that cannot be read as such."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise KvjaxError(f"cannot read {called} {path} ({e}); give a UTF-8 text file") from e
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from kvjax.core.files import text_of
 from kvjax.core.types import KvjaxError
 from kvjax.explore import page
 from kvjax.explore.record import explored
@@ -19,11 +21,13 @@ MOST = 4096  # tokens of a text: beyond, a page is too large to open
 
 def run(args: argparse.Namespace) -> None:
     """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
-    methods = named(args.methods or METHODS)
+    methods = named(METHODS if args.methods is None else args.methods)
     for name in ("steps", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    text = args.text.read_text(encoding="utf-8")
+    if args.out.is_dir():
+        raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
+    text = _read(args.text)
     model = load(args.model, dtype=args.dtype)
     ids = _ids(model, text, args)
     found = explored(model, ids, list(methods), args.steps, _say)
@@ -32,6 +36,13 @@ def run(args: argparse.Namespace) -> None:
     size = args.out.write_bytes(written.encode("utf-8"))
     counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
     print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
+
+
+def _read(file: Path) -> str:
+    text = text_of(file, "--text")
+    if not text.strip():
+        raise KvjaxError(f"--text {file} has no text; give a file with some")
+    return text
 
 
 def _ids(model: Model, text: str, args: argparse.Namespace) -> list[int]:

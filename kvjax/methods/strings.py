@@ -118,8 +118,14 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
     name, recipes = name.strip(), load_all()
     if name not in recipes:
         raise KvjaxError(f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all")
-    pairs = [a for a in arguments.split(",") if a.strip()]
-    return name, dict(_argument(recipes[name], a) for a in pairs)
+    given: dict[str, Any] = {}
+    for part in arguments.split(","):
+        if part.strip():
+            key, value = _argument(recipes[name], part)
+            if key in given:
+                raise KvjaxError(f"parameter {key!r} of {name} is given twice; leave one of them out")
+            given[key] = value
+    return name, given
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
@@ -142,6 +148,8 @@ def _value(recipe: str, parameter: inspect.Parameter, text: str) -> Any:
     booleans = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         return booleans[text.lower()] if want is bool else want(text)
+    except KvjaxError as e:
+        raise KvjaxError(f"parameter {parameter.name!r} of {recipe}: {e}") from None
     except (ValueError, KeyError):
         said = f"{want.__name__}, got {text!r:.60} (default {parameter.default})"
         raise KvjaxError(f"parameter {parameter.name!r} of {recipe} is {said}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import pathlib
 from importlib import resources
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.core.arguments import float_type
@@ -44,6 +47,16 @@ class Model:
     def dtype(self) -> jnp.dtype:
         """Of the parameters, the activations and the cache."""
         return self.params["embedding"].dtype
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells models of one configuration apart: a digest of the first few numbers of every parameter."""
+        found = hashlib.sha256()
+        for x in jax.tree.leaves(self.params):
+            on_cpu = all(device.platform == "cpu" for device in x.devices())
+            first = (np.asarray(x) if on_cpu else x)[tuple(slice(4) for _ in x.shape)]  # on CPUs nothing is compiled
+            found.update(np.asarray(first).tobytes())
+        return found.hexdigest()
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises when the checkpoint came without one."""

@@ -17,7 +17,7 @@ from kvjax.run import by_layer, forward, limits
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind, checked
+from kvjax.run.plan import bind, check_whole, checked
 from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
 
 UNCACHED = Program(forward.uncached, static=("setting",))
@@ -84,12 +84,6 @@ def fresh_inputs(
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
 
 
-def check_whole(cache: Cache) -> None:
-    """Raises KvjaxError where the arrays of a cache have been given away."""
-    if cache.length.is_deleted():
-        raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
-
-
 def at_row_ends(out: Array, ids: Sequence[Sequence[int]]) -> Array:
     """Of logits f32[B T V] of rows of tokens, those of each row's last token, f32[B V]."""
     last = jnp.array([len(row) - 1 for row in ids])
@@ -124,11 +118,21 @@ def extend_padded(
 ) -> tuple[Array, Cache]:
     """`extend` of lists of ids, padded to a width, so that rows of many lengths share one program."""
     args = fresh_inputs(model, ids, cache, width=width)
-    if guesses(cache.plan) and decoded is not False:
-        marks = [[True] * len(row) for row in ids] if decoded is True else decoded
+    marks = _marks(ids, decoded)
+    if guesses(cache.plan) and any(map(any, marks)):
         told = [[not d for d in row[1:]] + [False] for row in marks]
         args["told"] = place(model, pad(told, args["tokens"].shape[1])[0] > 0, "B T")
     return by_layer.extend(model, **args, cache=cache, clock=Clock())
+
+
+def _marks(ids: Sequence[Sequence[int]], decoded: bool | Sequence[Sequence[bool]]) -> list[list[bool]]:
+    """Which tokens of each row stand for decoded ones; raises KvjaxError unless all are marked or each by itself."""
+    if isinstance(decoded, bool):
+        return [[decoded] * len(row) for row in ids]
+    lengths = [len(row) for row in ids]
+    if not isinstance(decoded, Sequence) or [np.size(row) for row in decoded] != lengths:
+        raise KvjaxError(f"decoded is true, false, or a list of them for each token of rows of {lengths} tokens")
+    return [list(row) for row in decoded]
 
 
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | KVMethod) -> list[np.ndarray]:

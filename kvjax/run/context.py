@@ -22,7 +22,7 @@ from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, decoding
-from kvjax.run.plan import bind
+from kvjax.run.plan import bind, check_whole
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.result import Result, joined
 from kvjax.run.sampling import sampler
@@ -167,6 +167,8 @@ class Context:
         for other in others:
             if not isinstance(other, Context):
                 raise KvjaxError(f"a context is joined with other contexts, got {other!r:.80}")
+            if other.model is not self.model and other.model.fingerprint != self.model.fingerprint:
+                raise KvjaxError("these contexts are of models with other weights or types; join those of one model")
         parts = (self, *others)
         known = {x.last.shape[1] for x in parts}
         cache = states.join([x.cache for x in parts])
@@ -199,7 +201,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
-        calls.check_whole(self.cache)
+        check_whole(self.cache)
         if not self.last.shape[1]:
             raise KvjaxError(
                 "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
@@ -208,7 +210,7 @@ class Context:
 
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
-        calls.check_whole(self.cache)
+        check_whole(self.cache)
         return save.write(path, self.model, self.method, self.cache, self.last)
 
     def _check_room(self, more: int) -> None:

@@ -88,6 +88,8 @@ def generate(
     """
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop, "loop": loop}
+    if cache is not None and state is not None:
+        raise KvjaxError("cache and state are two names of one argument; give one of them")
     given = state if cache is None else cache
     return start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends).finish(max_new_tokens)
 

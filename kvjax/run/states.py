@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache.contract import Cache, Layer
 from kvjax.cache.states import KEEP, as_one, as_rows
+from kvjax.core import arguments
 from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.program import Program
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
@@ -77,9 +78,7 @@ def branch(cache: Cache, times: int) -> Cache:
 
 def branches(count: int, times: int) -> list[int]:
     """The numbers of so many rows, each named so many times."""
-    if times < 1:
-        raise KvjaxError(f"each row is taken at least once, got times={times}")
-    return np.repeat(np.arange(count), times).tolist()
+    return np.repeat(np.arange(count), arguments.integer("times", times)).tolist()
 
 
 def join(caches: Sequence[Cache]) -> Cache:
@@ -105,8 +104,8 @@ def join(caches: Sequence[Cache]) -> Cache:
             layers.append(as_one(layer, [cache.layers[i] for cache in caches]))
         except ValueError as e:
             raise KvjaxError(
-                f"layer {i} of these caches is held in unlike shapes ({e}); read documents of like length with one "
-                "capacity and width"
+                f"layer {i} of these caches is held in unlike shapes or types; read documents of like length with one "
+                "model, capacity and width"
             ) from e
     return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
 

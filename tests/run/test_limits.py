@@ -89,3 +89,19 @@ def test_positions_that_the_model_does_not_know(method, prompt, fed):
     limits.check_decoding(MODEL, context.cache, 4)
     with warns(prompt):
         kvjax.prefill(MODEL, ids(65), method)
+
+
+def test_a_share_of_a_short_prompt_keeps_what_is_protected():
+    """A budget in tokens below the protected ones is a mistake; a share of a short text is not."""
+    context = kvjax.read(MODEL, ids(11), "snapkv:budget=25%,window=8")
+    assert {len(head) for layer in context.kept_positions() for row in layer for head in row} == {8}
+    with pytest.raises(KvjaxError, match="fewer than the 8 sinks and recents"):
+        kvjax.read(MODEL, ids(11), "snapkv:budget=2,window=8")
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv:budget=48", "kivi:bits=2,group=8,residual=16", "kcache:n=8"])
+def test_what_is_planned_for_a_capacity_is_what_is_held(method):
+    for tokens, capacity in ((33, 70), (64, 64), (20, 203)):
+        _, cache = kvjax.prefill(MODEL, ids(tokens), method, capacity=capacity)
+        planned = kvjax.planned_bytes(method, MODEL.config, tokens, capacity=capacity, dtype=MODEL.dtype)
+        assert planned == kvjax.state_bytes(cache.layers)

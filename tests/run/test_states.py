@@ -16,6 +16,7 @@ from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, windows=(25,))
+OTHER = kvjax.random_model(MODEL.config, seed=5)
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23, 1)]
 MORE = [RNG.integers(0, 97, n).tolist() for n in (9, 2, 5)]
@@ -114,9 +115,10 @@ def test_branches_and_joined_rows_are_the_rows(method):
         (lambda c: c.crop(0.5), "lengths must be a whole number"),
         (lambda c: c.pick([3]), "the cache has rows 0..2"),
         (lambda c: c.pick([]), "a list of one number or more"),
-        (lambda c: c.branch(0), "taken at least once, got times=0"),
+        (lambda c: c.branch(0), "times must be an integer from 1 to 2147483647, got 0"),
         (lambda c: kvjax.join([]), "no caches were given"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
+        (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per row and cache 0"),
     ],
 )

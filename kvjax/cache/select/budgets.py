@@ -76,9 +76,14 @@ class Tokens:
     def __new__(cls, given: int | str | Budget) -> int | Budget:
         if isinstance(given, Budget):
             return given
-        if isinstance(given, str) and given.endswith("%"):
-            return Ratio(float(given[:-1]) / 100)
-        return int(given)
+        try:
+            if isinstance(given, str) and given.endswith("%"):
+                return Ratio(float(given[:-1]) / 100)
+            return int(given)
+        except (ValueError, KvjaxError):
+            raise KvjaxError(
+                f"a budget is a number of tokens, or a share of each prompt from above 0% to 100%, got {given!r:.60}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +168,11 @@ class Table(Budget):
 def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protected: int = 0) -> np.ndarray:
     """i32[longest + 1]: tokens kept of rows of 0..longest tokens, to be indexed with traced lengths.
 
-    A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when the budget of a row
-    of `longest` tokens is below these.
+    A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when a budget in tokens is
+    below these for a row of `longest` tokens.
     """
     kept = np.array([budget.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
-    if kept[-1] < min(longest, protected):
+    if kept[-1] < min(longest, protected) and not isinstance(budget, Ratio):  # a share of a short row may be less
         raise KvjaxError(
             f"{budget} keeps {kept[-1]} of {longest} tokens in layer {layer}, fewer than the {protected} sinks and "
             f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"

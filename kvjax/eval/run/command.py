@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         return
     named(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
-    shares = equal_bytes.shares_of(args.budget_bytes or "")
+    shares = () if args.budget_bytes is None else equal_bytes.shares_of(args.budget_bytes)
     if shares and len(spec.lengths) > 1:
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     model = load(args.model, dtype=args.dtype)

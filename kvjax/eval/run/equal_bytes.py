@@ -38,7 +38,8 @@ def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, p
 
 def shares_of(text: str) -> list[Fraction]:
     """Shares such as "1/2,1/4" or "0.25"; raises KvjaxError for what is none."""
-    return [_share(word.strip()) for word in text.split(",") if word.strip()]
+    found = [_share(word.strip()) for word in text.split(",") if word.strip()]
+    return found or [_share(text)]
 
 
 def _share(word: str) -> Fraction:

