@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files: texts that are read, and what is written whole or not at all."""
 
 from __future__ import annotations
 
