@@ -34,16 +34,16 @@ def planned_bytes(
 ) -> dict[str, int]:
     """`state_bytes` of the layers after a prefill of `batch` prompts of so many tokens each, without running anything.
 
-    capacity: tokens per row that there is room for, rounded up as `prefill` does it (default: the prompt alone, and
-    nothing rounded; `prefill` has room for 128 more). width: what prompts are padded to, default as `prefill` does it;
-    a second tier of precision has slots for so many tokens. No weights are needed. Where layers share a budget by what
-    the prompt is like, it is counted as divided evenly.
+    capacity: tokens per row that there is room for (default: the prompt alone); `prefill` has room for 128 more, and
+    rounds up to a multiple of 64, which `cache.capacity` tells. width: what prompts are padded to, default as `prefill`
+    does it; a second tier of precision has slots for so many tokens. No weights are needed. Where layers share a
+    budget by what the prompt is like, it is counted as divided evenly.
     """
     if not isinstance(config, Config):
         raise KvjaxError(f"planned_bytes takes a model's configuration, such as model.config, got {config!r:.80}")
     arguments.integer("prompt", prompt, most=LONGEST)
     arguments.integer("batch", batch)
-    capacity = prompt if capacity is None else round_up(arguments.integer("capacity", capacity, prompt))
+    capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
     width = min(round_up(prompt) if width is None else arguments.integer("width", width), capacity)
     plan = bind(method, config)
     slots = [slots_of(layer, (prompt,), capacity) for layer in plan]

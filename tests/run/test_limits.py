@@ -103,5 +103,6 @@ def test_a_share_of_a_short_prompt_keeps_what_is_protected():
 def test_what_is_planned_for_a_capacity_is_what_is_held(method):
     for tokens, capacity in ((33, 70), (64, 64), (20, 203)):
         _, cache = kvjax.prefill(MODEL, ids(tokens), method, capacity=capacity)
-        planned = kvjax.planned_bytes(method, MODEL.config, tokens, capacity=capacity, dtype=MODEL.dtype)
+        assert cache.capacity == -(-capacity // 64) * 64  # what is asked for, in whole steps
+        planned = kvjax.planned_bytes(method, MODEL.config, tokens, capacity=cache.capacity, dtype=MODEL.dtype)
         assert planned == kvjax.state_bytes(cache.layers)
