@@ -104,8 +104,8 @@ def join(caches: Sequence[Cache]) -> Cache:
             layers.append(as_one(layer, [cache.layers[i] for cache in caches]))
         except ValueError as e:
             raise KvjaxError(
-                f"layer {i} of these caches is held in unlike shapes or types; read documents of like length with one "
-                "model, capacity and width"
+                f"layer {i} of these caches is held in unlike shapes ({e}); read documents of like length with one "
+                "capacity and width"
             ) from e
     return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
 
