@@ -79,7 +79,7 @@ def test_what_is_no_saved_context_says_so(tmp_path):
     whole = path.read_bytes()
     for damaged in (b"", b"no archive", whole[: len(whole) // 2]):
         path.write_bytes(damaged)
-        with pytest.raises(KvjaxError, match="no saved context, or a damaged one"):
+        with pytest.raises(KvjaxError, match=r"a damaged one \(not an archive of arrays\); save it again"):
             kvjax.resume(MODEL, path)
     with pytest.raises(FileNotFoundError):
         kvjax.resume(MODEL, tmp_path / "none")

@@ -24,7 +24,11 @@ from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.zoo.full()
 SEED = 2**32 + 1  # training seeds are below 2**32
-TASKS_SAID = f"of the shipped model: {{}}; of any other: {', '.join(questions.TASKS)}"
+
+
+def tasks_said(known: Iterable[str]) -> str:
+    """The help of --tasks; known: the tasks in the shipped model's symbols."""
+    return f"of the shipped model: {', '.join(known)}; of any other: {', '.join(questions.TASKS)}"
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -40,7 +44,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
     """The arguments of `measure`, and --group."""
-    p.add_argument("--tasks", type=words, default=["variables"], help=TASKS_SAID.format(", ".join(tasks.TASKS)))
+    p.add_argument("--tasks", type=words, default=["variables"], help=tasks_said(tasks.TASKS))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
@@ -115,7 +119,8 @@ def answers(
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
     exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
-        prompts, more = [q.prompt for q in asked], {"max_new_tokens": max(len(q.answer) for q in asked), "eos_ids": ()}
+        prompts, longest_answer = [q.prompt for q in asked], max(len(q.answer) for q in asked)
+        more = {"max_new_tokens": longest_answer, "eos_ids": ()}
         known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
             context = under(method, known)

@@ -59,7 +59,7 @@ TASKS: dict[str, Callable[..., tasks.Instance]] = {"phrases": phrases, **tasks.T
 def arguments(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     """The parser of these scripts: `common.parser` and the sizes that `measure` reads; `defaults` replace theirs."""
     p = common.parser(doc)
-    p.add_argument("--tasks", type=common.words, help=common.TASKS_SAID.format(", ".join(TASKS)))
+    p.add_argument("--tasks", type=common.words, help=common.tasks_said(TASKS))
     p.add_argument("--contexts", type=int, default=24, help="per task")
     p.add_argument("--batch", type=int, default=24, help="contexts at a time")
     p.add_argument("--windows", type=int, default=16, help="windows of text")
@@ -109,7 +109,8 @@ class Asked(Prompts):
             rows = self._rows(i, follow)
             found_there = zip(context.score(rows, decoded=self._decoded(i, follow)), rows, strict=True)
             scored = [(logp, likeliest, np.array(row)) for (logp, likeliest), row in found_there]
-            firsts, answers = ([len(x.questions[j].answer) for x in self.instances] for j in (0, i))
+            firsts = [len(x.questions[0].answer) for x in self.instances]
+            answers = [len(x.questions[i].answer) for x in self.instances]
             found["unseen"].append(_score(scored[:n], [slice(-size, None) for size in answers]))
             if i == 0 and min(firsts) > 1:  # a single token would come from the exact prompt
                 found["first"].append(_score(scored[n:], [slice(size) for size in firsts]))
@@ -136,8 +137,11 @@ class Asked(Prompts):
 
 def _score(scored: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], at: Sequence[slice]) -> np.ndarray:
     """Of teacher-forced rows the answer, row by row at a slice -> f32[2 n]: all of it likeliest, and nats per token."""
-    right = [float((likeliest[s] == tokens[s]).all()) for (_, likeliest, tokens), s in zip(scored, at, strict=True)]
-    return np.array([right, [-logp[s].mean() for (logp, _, _), s in zip(scored, at, strict=True)]], np.float32)
+    right, nats = [], []
+    for (logp, likeliest, tokens), answer in zip(scored, at, strict=True):
+        right.append(float((likeliest[answer] == tokens[answer]).all()))
+        nats.append(-logp[answer].mean())
+    return np.array([right, nats], np.float32)
 
 
 class Continued(Prompts):

@@ -25,7 +25,7 @@ from jax import lax
 import kvjax
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
 from experiments.bench.ours import Ours, random_loop
-from experiments.papers import common
+from experiments.papers import common, questions
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
@@ -94,7 +94,8 @@ def hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[str, Any
     """Source of tokens -> one record per percentage."""
     sources = {"text": common.windows(args, model, args.length)}
     if knows_symbols(model):  # contexts of other models' tasks differ in length
-        sources |= {t: np.stack([i.context for i in common.instances(args, model, t)]) for t in args.tasks}
+        for task in questions.asked(model, args.tasks):
+            sources[task] = np.stack([instance.context for instance in common.instances(args, model, task)])
     sizes = tuple(max(round(x * args.length / 100), 1) for x in args.percent)
     if max(args.percent) > 100 or min(args.percent) <= 0:
         raise KvjaxError(f"--percent must lie in (0, 100], got {args.percent}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,10 @@ def write(
 
 def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(the header, the arrays); raises KvjaxError for a damaged file, one of another kind and one of another model."""
-    with Path(path).open("rb") as raw:  # NumPy leaves a file that is no archive open, if it opened it itself
+    with Path(path).open("rb") as raw:
+        if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
+            raise _damaged(path, "not an archive of arrays")
+        raw.seek(0)
         try:
             with np.load(raw, allow_pickle=False) as file:
                 header = documents.loads(file[HEADER].tobytes())
@@ -65,7 +69,11 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         except KvjaxError:
             raise
         except Exception as e:  # what the readers of archives raise at changed bits is of any kind
-            raise KvjaxError(f"{path} is no saved context, or a damaged one; save it again") from e
+            raise _damaged(path, str(e)) from e
+
+
+def _damaged(path: str | Path, why: str) -> KvjaxError:
+    return KvjaxError(f"{path} is no saved context, or a damaged one ({why}); save it again")
 
 
 def _described(x: Array) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class Context:
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {sizes(self.bytes)})"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if self.cache.length.is_deleted():
+            return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
         title = f"{name_of(self.method)}: {sizes(self.bytes)}"
@@ -97,7 +99,8 @@ class Context:
         use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
         """
         self._check_known()
-        self._check_room(arguments.integer("max_new_tokens", max_new_tokens) - 1)  # the last token is not fed back
+        arguments.integer("max_new_tokens", max_new_tokens)
+        self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
         more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
@@ -240,7 +243,9 @@ def read(
     """
     ids, clock = token_ids(model, documents), Clock()
     longest = max(map(len, ids))
-    capacity = calls.room(ids, longest + arguments.integer("room", room, 0) if capacity is None else capacity, 0)
+    if capacity is None:
+        capacity = longest + arguments.integer("room", room, 0)
+    capacity = calls.room(ids, capacity, 0)
     if width is not None:
         width, capacity = round_up(width), max(capacity, round_up(width))
     method = method_of(method)

@@ -44,10 +44,10 @@ def planned_bytes(
     arguments.integer("prompt", prompt, most=LONGEST)
     arguments.integer("batch", batch)
     capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
-    width = min(round_up(prompt) if width is None else arguments.integer("width", width), capacity)
+    width = round_up(prompt) if width is None else arguments.integer("width", width)
     plan = bind(method, config)
     slots = [slots_of(layer, (prompt,), capacity) for layer in plan]
-    return bytes_of(plan, config, slots, batch, width, arguments.float_type(dtype))
+    return bytes_of(plan, config, slots, batch, min(width, capacity), arguments.float_type(dtype))
 
 
 def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any) -> dict[str, int]:

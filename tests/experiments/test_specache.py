@@ -209,6 +209,11 @@ def test_methods_are_the_papers(tiny):
     assert kvjax.parse(specache_figure5.method(16, args)).read.topk == 16
 
 
+def test_figure2_names_a_task_that_there_is_not(tiny):
+    with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall"):
+        specache_figure2.hits(arguments(tasks=["recal"], windows=1), tiny)
+
+
 def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
     quick = "--length 96 --percent 2,50 --contexts 1 --windows 1 --tokens 128 --steps 1 --repeats 1"
     specache_figure2.main(f"--model {directory} --out {tmp_path} {quick}".split())

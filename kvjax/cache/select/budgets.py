@@ -18,6 +18,7 @@ class Budget:
     """
 
     level = False  # the same for every layer, whatever `layer` is: layers can then share one compiled program
+    relative = False  # a share of each row: of a short one it may be less than what is kept in any case
 
     def at(self, spec: LayerSpec) -> Budget:
         """The budget in one layer; raises KvjaxError for a layer that it does not fit."""
@@ -54,6 +55,7 @@ class Ratio(Budget):
     """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
 
     level = True
+    relative = True
     share: float
 
     def __post_init__(self):
@@ -172,7 +174,7 @@ def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protec
     below these for a row of `longest` tokens.
     """
     kept = np.array([budget.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
-    if kept[-1] < min(longest, protected) and not isinstance(budget, Ratio):  # a share of a short row may be less
+    if kept[-1] < min(longest, protected) and not budget.relative:
         raise KvjaxError(
             f"{budget} keeps {kept[-1]} of {longest} tokens in layer {layer}, fewer than the {protected} sinks and "
             f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"

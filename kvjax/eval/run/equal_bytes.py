@@ -38,8 +38,8 @@ def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, p
 
 def shares_of(text: str) -> list[Fraction]:
     """Shares such as "1/2,1/4" or "0.25"; raises KvjaxError for what is none."""
-    found = [_share(word.strip()) for word in text.split(",") if word.strip()]
-    return found or [_share(text)]
+    words = [word.strip() for word in text.split(",") if word.strip()] or [text]  # an empty text is no share
+    return [_share(word) for word in words]
 
 
 def _share(word: str) -> Fraction:
