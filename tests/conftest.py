@@ -14,11 +14,16 @@ from kvjax.methods.catalogue import RECIPES
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compiling is most of the tests' time, and a program runs for milliseconds: hence few optimisations, and the older of
-# XLA's two emitters of CPU code, which takes a third of the time. JAX reads the flags when it first compiles.
+# Compiling is most of the tests' time, and a program runs for milliseconds: hence few optimisations, the older of
+# XLA's two emitters of CPU code, which takes a third of the time, and no division of a program into parts for threads,
+# since the workers of the tests occupy the cores. JAX reads the flags when it first compiles.
 jax.config.update("jax_disable_most_optimizations", True)
-EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMITTERS}".strip()
+FLAGS = (
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ["XLA_FLAGS"] = " ".join(FLAGS).strip()
 
 
 def pytest_configure(config: pytest.Config) -> None:
