@@ -16,8 +16,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling is most of the tests' time, and a program runs for milliseconds: hence few optimisations, the older of
 # XLA's two emitters of CPU code, which takes a third of the time, and no division of a program into parts for threads,
-# since the workers of the tests occupy the cores. JAX reads the flags when it first compiles.
+# since the workers of the tests occupy the cores. JAX reads the flags when it first compiles; processes that tests
+# start find all of it in their environment.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 FLAGS = (
     os.environ.get("XLA_FLAGS", ""),
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",

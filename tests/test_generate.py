@@ -209,6 +209,8 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.random_model(m.config, dtype=bool), "dtype must be one of float32"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=[[True]]), "for each token of rows of .2. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=5), "decoded is true, false, or a list"),
+        (lambda m: kvjax.read(m, [[1]], "full").score([[1, 2]], decoded=5), "decoded is true, false, or a list"),
+        (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "for each token of rows of .1. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").branch(1.5), "times must be an integer from 1"),
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),
         (lambda m: kvjax.parse("snapkv:budget=150%"), "a share of each prompt from above 0% to 100%, got '150%'"),

@@ -158,9 +158,9 @@ def forced(
     Per row: (the natural-log probability of each token f32[T], the likeliest token at its place i32[T]).
     """
     out, longest = last[:, None], max(map(len, continuations))
+    marks = [row[:-1] or row for row in _marks(continuations, decoded)]
     if longest > 1:
         fed = [list(c[:-1]) or [0] for c in continuations]  # a row of one token feeds a token that nothing reads
-        marks = decoded if isinstance(decoded, bool) else [list(d[:-1]) or [True] for d in decoded]
         out = jnp.concatenate([out, extend_padded(model, fed, cache, marks, width)[0]], 1)
     tokens, _ = pad(continuations, out.shape[1])
     logp, likeliest = (np.asarray(x) for x in _scored(out, jnp.asarray(tokens)))
