@@ -21,9 +21,7 @@ from rich.progress import track
 from kvjax import demo, load
 from kvjax.cache.method import Method
 from kvjax.cli import use_compilation_cache
-from kvjax.core import program
 from kvjax.eval.exam import exam
-from kvjax.eval.run.evaluate import MAPPINGS
 from kvjax.eval.run.harness import SPEED_RUNS
 from kvjax.methods.catalogue import Recipe, load_all
 from kvjax.methods.pairs import Verdict, verdict
@@ -69,7 +67,6 @@ def measure_speed() -> None:
 
     for method, row in track(found.items(), "methods", transient=True):
         row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))
-        program.forget_many(MAPPINGS)
         _write(found)
 
 

@@ -20,13 +20,11 @@ from experiments.bench.common import progress
 from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.contract import KVMethod
-from kvjax.core import program
 from kvjax.methods.strings import Methods, named
 from kvjax.run.prompts import round_up
 from kvjax.testbed import corpus, tasks
 from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 
-MAPPINGS = 30_000  # memory mappings of a process, several to each compiled program, before these are dropped
 WHEN = ("first", "later", "unseen")
 
 
@@ -237,7 +235,6 @@ def measure(
                 found.bytes.setdefault(name, size)
                 for when, o in outcomes.items():
                     parts.setdefault((name, task, when), []).append(o)
-            program.forget_many(MAPPINGS)
     found.outcomes = {
         key: Outcome(np.concatenate([o.right for o in each]), np.concatenate([o.nats for o in each]))
         for key, each in parts.items()

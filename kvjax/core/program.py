@@ -11,6 +11,12 @@ from typing import Any
 
 import jax
 
+MAPPINGS = 30_000
+"""Memory mappings of a process, several to each compiled program, beyond which a new one replaces all that there are.
+
+Linux allows 65,530, and a compiler that gets no more ends the process.
+"""
+
 _ALL: list[Program] = []
 
 
@@ -34,7 +40,7 @@ def use_compilation_cache(directory: Path | None = None) -> None:
 
 
 def forget() -> None:
-    """Drops every compiled program, also those of jax.jit: a process that compiles thousands runs out of mappings."""
+    """Drops every compiled program, also those of jax.jit; what is still called is compiled again."""
     for program in _ALL:
         program._done.clear()
     jax.clear_caches()
@@ -42,7 +48,7 @@ def forget() -> None:
 
 
 def forget_many(mappings: int) -> None:
-    """Forgets them where the process holds more memory mappings than that; Linux allows some 65,000."""
+    """Forgets them where the process holds more memory mappings than that."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > mappings:
         forget()
@@ -71,10 +77,12 @@ class Program:
         """(executable taking the non-static keyword arguments, seconds spent compiling now)."""
         key = self.key(kwargs)
         start = time.perf_counter()
-        if key not in self._done:
+        done = self._done.get(key)
+        if done is None:
+            forget_many(MAPPINGS)
             options = {} if self._options is None else self._options(**kwargs)
-            self._done[key] = _compiled(self.lower(**kwargs), options)
-        return self._done[key], time.perf_counter() - start
+            done = self._done[key] = _compiled(self.lower(**kwargs), options)
+        return done, time.perf_counter() - start
 
     def key(self, kwargs: dict[str, Any]) -> Any:
         """What an executable is made for: equal for calls that share one."""

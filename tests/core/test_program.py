@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core import product
+from kvjax.core import product, program
 from kvjax.core.product import WITHOUT_PACKING
 from kvjax.core.program import Program
 from kvjax.run.by_layer import LAYER_IN_PLACE
@@ -32,14 +32,27 @@ def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, 
 
 
 def test_the_options_reach_the_compiler():
-    program = Program(lambda x: x + 1, options=lambda x: {"xla_backend_optimization_level": "high"})
+    adding = Program(lambda x: x + 1, options=lambda x: {"xla_backend_optimization_level": "high"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
-        program(x=jnp.zeros(3))
+        adding(x=jnp.zeros(3))
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out():
-    program = Program(lambda x: x + 1, options=lambda x: {"xla_of_another_version": True})
-    np.testing.assert_array_equal(program(x=jnp.zeros(3)), np.ones(3))
+    adding = Program(lambda x: x + 1, options=lambda x: {"xla_of_another_version": True})
+    np.testing.assert_array_equal(adding(x=jnp.zeros(3)), np.ones(3))
+
+
+def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
+    model, first = toy_model(layers=1), Program(lambda x: x + 1)
+    want = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
+    first(x=jnp.zeros(3))
+    assert first._done
+    monkeypatch.setattr(program, "MAPPINGS", 0)  # every program then drops those before it
+    second = Program(lambda x: x + 2)
+    np.testing.assert_array_equal(second(x=jnp.zeros(3)), np.full(3, 2))
+    assert second._done and not first._done
+    program.forget()
+    assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == want
 
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone():

@@ -13,7 +13,6 @@ import numpy as np
 from rich.progress import Progress
 
 from kvjax.cache.contract import KVMethod
-from kvjax.core import program
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader
@@ -25,7 +24,6 @@ from kvjax.run.planned import planned_bytes
 
 SPEED = "speed"
 GROUP = 16  # methods that share what the model makes of a batch
-MAPPINGS = 30_000  # held by a process before its compiled programs, several each, are dropped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +100,6 @@ def evaluate(
                 bar.advance(line, _size(unit))
                 bar.advance(total, _size(unit))
             bar.remove_task(line)
-            program.forget_many(MAPPINGS)
 
 
 def _done(store: Store, method: str, unit: Batch | int) -> bool:
