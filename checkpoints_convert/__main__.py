@@ -28,8 +28,8 @@ examples:
 CONVERT = """Write SRC as a kvjax directory, one layer at a time. DST appears when it is complete; a checkpoint that
 cannot be converted faithfully (unsupported config; tensors missing, left over, misshapen, truncated or not finite) is
 refused, and nothing is written."""
-CHECK = """Compare config, every tensor (bit for bit, in DST's type) and, where transformers is installed, the logits of
-a few short prompts. The exit status is 1 if anything differs."""
+CHECK = """Compare config, every tensor (bit for bit, in DST's type) and, where transformers is installed (for GGUF with
+accelerate), the logits of a few short prompts. The exit status is 1 if anything differs."""
 INSPECT = """Show format, sizes and config of a directory or a GGUF file from its headers, and why it cannot be
 converted, if it cannot."""
 
@@ -46,7 +46,7 @@ def run_check(args: argparse.Namespace) -> str:
     with progress_bar("check") as progress:
         report = check(args.src, args.dst, compare_logits=False if args.tensors_only else None, progress=progress)
     difference = report.logit_difference
-    why = "" if args.tensors_only else " (transformers is not installed)"
+    why = "" if args.tensors_only else f" (not installed: {', '.join(report.lacking)})"
     said = (
         f"not compared{why}" if difference is None else f"within {difference:.1e} of the largest, against transformers"
     )

@@ -26,16 +26,17 @@ PROMPT_LENGTHS = (3, 17, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check` found: tensors compared, and the worst logit (None: not compared)."""
+    """What `check` found: tensors compared, the worst logit (None: not compared), and the packages lacking for that."""
 
     tensors: int
     logit_difference: float | None
+    lacking: tuple[str, ...] = ()
 
 
 def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | None = None) -> Report:
     """Compares config, every tensor (bit for bit, in dst's dtype) and logits; raises KvjaxError listing what differs.
 
-    `compare_logits`: None does so if transformers is installed; it needs both models in memory, in float32.
+    `compare_logits`: None does so if the packages for it are installed; it needs both models in memory, in float32.
     """
     source, record = opened(src), checkpoint.manifest(dst)
     todo = plan(source)
@@ -44,18 +45,20 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
         problems = _tensors(source, todo, Path(dst), record, progress)
     if problems:
         raise KvjaxError(f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems))
-    wanted = has_transformers() if compare_logits is None else compare_logits
+    absent = lacking(src)
+    wanted = not absent if compare_logits is None else compare_logits
     difference = logit_difference(src, dst, record) if wanted else None
     if difference is not None and not difference <= TOLERANCE:
         raise KvjaxError(
             f"logits differ from transformers' by {difference:.1e} of the largest; the limit is {TOLERANCE:.0e}"
         )
-    return Report(len(todo.bindings), difference)
+    return Report(len(todo.bindings), difference, absent)
 
 
-def has_transformers() -> bool:
-    """Whether the peer that logits are compared with is installed."""
-    return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+def lacking(src: str | Path) -> tuple[str, ...]:
+    """The packages that are not installed of those with which transformers loads a directory or a GGUF file."""
+    needed = ("accelerate", "torch", "transformers") if Path(src).is_file() else ("torch", "transformers")
+    return tuple(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 def _config(wanted: Config, found: Config) -> list[str]:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import kvjax
 from checkpoints_convert import check as checking
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.check import check, has_transformers
+from checkpoints_convert.check import check, lacking
 from checkpoints_convert.convert import convert, parts, read
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Directory
@@ -212,7 +212,14 @@ def test_check_names_every_difference(hf, tmp_path):
 def test_check_compares_logits_where_transformers_is_installed(tmp_path):
     convert(ROOT / "qwen3", tmp_path / "out", "bf16")  # rounds: the peer's weights are rounded alike
     difference = check(ROOT / "qwen3", tmp_path / "out").logit_difference
-    assert 0 < difference < 1e-4 if has_transformers() else difference is None
+    assert 0 < difference < 1e-4 if not lacking(ROOT / "qwen3") else difference is None
+
+
+def test_logits_of_a_gguf_file_need_one_package_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert (lacking(file), lacking(ROOT / "qwen3")) == (("accelerate",), ())
 
 
 @pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
