@@ -67,6 +67,12 @@ def test_a_context_that_was_used_up_says_so():
     assert "rows of 3 tokens" in repr(context)
     context.generate(max_new_tokens=2, use_up=True)
     assert repr(context) == "Context('full'; used up)" and context._repr_html_() is None
-    for call in (lambda: context.ask([[4]]), context.generate, lambda: context.save("nowhere")):
+    reading = (
+        context.kept_positions,
+        lambda: context.save("nowhere"),
+        lambda: context.crop(1),
+        lambda: context.pick([0]),
+    )
+    for call in (*reading, lambda: context.ask([[4]]), context.generate, lambda: context.join(context)):
         with pytest.raises(KvjaxError, match="used up by an answer that did not copy it; read the prompts again"):
             call()

@@ -21,6 +21,7 @@ def state_bytes(state: Any) -> dict[str, int]:
 
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the cache holds."""
+    cache.check_whole()
 
     def of_layer(layer: Any, state: Any) -> list[list[np.ndarray]]:
         pos = np.asarray(layer.positions(state))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from kvjax.core.attention import Pattern
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, Block, pytree
+from kvjax.core.types import Array, Block, KvjaxError, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +185,11 @@ class Cache:
     def __repr__(self) -> str:
         rows, layers = self.length.shape[0], len(self.layers)
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
+
+    def check_whole(self) -> None:
+        """Raises KvjaxError where its arrays have been given away."""
+        if self.length.is_deleted():
+            raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 
 class NumberRead(Exception):

@@ -55,9 +55,12 @@ def recipe(
     source: str, *trials: Trial, formula: str = "", differs: str = "", example: str = "", sized_by: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
+    if not isinstance(source, str):
+        raise KvjaxError('a recipe says where its method comes from: @recipe("an idea of mine")')
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(make, eval_str=True)
+        _check_recipe(make, signature)
 
         @functools.wraps(make)
         def named(*args: Any, **kwargs: Any) -> Any:
@@ -65,13 +68,31 @@ def recipe(
             for key, value in given.items():
                 _check_number(make.__name__, signature.parameters[key], value)
             text = ",".join(f"{k}={v}" for k, v in given.items())
-            return dataclasses.replace(make(*args, **kwargs), recipe=make.__name__ + (f":{text}" if text else ""))
+            method = make(*args, **kwargs)
+            if not hasattr(method, "recipe"):
+                raise KvjaxError(f"the recipe {make.__name__} must return a method, and returned {method!r:.60}")
+            return dataclasses.replace(method, recipe=make.__name__ + (f":{text}" if text else ""))
 
         name = make.__name__
         RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by)
         return named
 
     return register
+
+
+def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Raises KvjaxError for a name or a parameter that no string can have, and for the name of a method of kvjax."""
+    name, own = make.__name__, make.__module__.startswith(f"{kvjax.methods.__name__}.")
+    if not name.isidentifier():
+        raise KvjaxError(f"a recipe is called by its function's name, and {name!r} is no name of one")
+    for parameter in signature.parameters.values():
+        if not isinstance(parameter.annotation, type) or parameter.annotation is parameter.empty:
+            raise KvjaxError(
+                f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
+                f"`{parameter.name}: int = 4`"
+            )
+    if not own and name in load_all() and RECIPES[name].make.__module__.startswith(f"{kvjax.methods.__name__}."):
+        raise KvjaxError(f"kvjax has a method called {name} ({RECIPES[name].source}); give yours another name")
 
 
 def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None:

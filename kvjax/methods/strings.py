@@ -77,7 +77,12 @@ def named(methods: Methods) -> dict[str, KVMethod]:
         if isinstance(one, str):
             found |= {text: parse(text) for text in split_many(one)}
         else:
-            found[name_of(one)] = method_of(one)
+            name, method = name_of(one), method_of(one)
+            if found.get(name, method) != method:
+                raise KvjaxError(
+                    f"two different methods are both called {name!r:.200}; make them by recipes of two names"
+                )
+            found[name] = method
     return found
 
 

@@ -17,7 +17,7 @@ from kvjax.run import by_layer, forward, limits
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind, check_whole, checked
+from kvjax.run.plan import bind, checked
 from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
 
 UNCACHED = Program(forward.uncached, static=("setting",))
@@ -66,7 +66,7 @@ def fresh_inputs(
     model: Model, ids: Sequence[Sequence[int]], cache: Cache, extra: int = 0, width: int | None = None
 ) -> dict[str, Array]:
     """Padded tokens that follow a cache, checked against its rows and its room (`extra` more are to come)."""
-    check_whole(cache)
+    cache.check_whole()
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
     longest = max(map(len, ids))

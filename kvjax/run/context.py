@@ -22,7 +22,7 @@ from kvjax.run import calls, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, decoding
-from kvjax.run.plan import bind, check_whole
+from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.result import Result, joined
 from kvjax.run.sampling import sampler
@@ -204,7 +204,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
-        check_whole(self.cache)
+        self.cache.check_whole()
         if not self.last.shape[1]:
             raise KvjaxError(
                 "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
@@ -213,7 +213,7 @@ class Context:
 
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
-        check_whole(self.cache)
+        self.cache.check_whole()
         return save.write(path, self.model, self.method, self.cache, self.last)
 
     def _check_room(self, more: int) -> None:

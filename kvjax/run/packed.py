@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.cache.contract import KVMethod
 from kvjax.cache.read.reader import by_query_blocks
+from kvjax.core import arguments
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.program import Program
 from kvjax.core.types import Array, Block, KvjaxError, Partial
@@ -44,9 +45,10 @@ def read_packed(
     Keys, values and queries of all layers are held at once, until the method has made its cache of them.
     """
     ids = token_ids(model, documents)
-    longest = max(map(len, ids))
+    if capacity is None:
+        capacity = max(map(len, ids)) + arguments.integer("room", room, 0)
     exact = pack_exactly(model, ids, width)
-    return exact.under(method, capacity_for(ids, longest + room if capacity is None else capacity, 0))
+    return exact.under(method, capacity_for(ids, capacity, 0))
 
 
 def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> Exact:
@@ -55,7 +57,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents)
     longest = max(map(len, ids))
-    if width is not None and width < longest:
+    if width is not None and arguments.integer("width", width) < longest:
         raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")
     width = round_up(longest if width is None else width)
     places = packed([len(row) for row in ids], width)

@@ -39,7 +39,7 @@ def checked(model: Model, cache: Cache, method: str | KVMethod | None = None) ->
     """The cache; raises KvjaxError unless this model, and this method where one is given, made it."""
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    check_whole(cache)
+    cache.check_whole()
     if cache.config != model.config:
         raise KvjaxError("this cache was filled by another model; prefill the prompt with this one")
     if method is not None and bind(method, model.config) != cache.plan:
@@ -48,9 +48,3 @@ def checked(model: Model, cache: Cache, method: str | KVMethod | None = None) ->
             "method, or prefill the prompt under this one"
         )
     return cache
-
-
-def check_whole(cache: Cache) -> None:
-    """Raises KvjaxError where the arrays of a cache have been given away."""
-    if cache.length.is_deleted():
-        raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")

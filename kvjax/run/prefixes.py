@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.cache.contract import KVMethod
-from kvjax.core.types import KvjaxError
+from kvjax.core import arguments
 from kvjax.models.model import Model
 from kvjax.run.context import ROOM, Context, read
 from kvjax.run.prompts import Prompts, token_ids
@@ -45,8 +45,7 @@ def read_batch(
     method: for what is a prompt's own; prefix: for what is shared. least: prefixes of fewer tokens are not shared.
     room: tokens per row that may follow. Without a shared prefix it is `kvjax.read`.
     """
-    if least < 1:
-        raise KvjaxError(f"a shared prefix has at least 1 token, got least={least}")
+    arguments.integer("least", least)
     ids = token_ids(model, prompts)
     shared = [g for g in groups(ids) if g.length >= least and len(g.rows) > 1]
     if not shared:

@@ -9,7 +9,7 @@ so an edit is exact in the first layer and near in those above. Unverified: no c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,6 +67,10 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
 
 def _inserted(model: Model, tokens: Prompts, rows: int) -> list[list[int]]:
     """The new tokens of each row, which may be none."""
+    if not isinstance(tokens, Iterable):
+        raise KvjaxError(
+            f"the new tokens are one text or list of ids per row, empty ones to delete, got {tokens!r:.60}"
+        )
     given = [tokens] if isinstance(tokens, str) else list(tokens)
     if len(given) != rows:
         raise KvjaxError(f"{len(given)} texts were given for {rows} rows; give one per row, an empty one to delete")

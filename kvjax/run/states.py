@@ -25,6 +25,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     Exact: what comes next is as if the last tokens had never come. Raises IncompatibleMethod where these cannot be
     taken back, because the method has chosen among the tokens, or holds them in groups that more tokens have filled.
     """
+    cache.check_whole()
     wanted, held = per_row(lengths, cache, "lengths"), held_tokens(cache)
     for row, (length, most) in enumerate(zip(wanted, held, strict=True)):
         if not 0 <= length <= most:
@@ -57,6 +58,7 @@ CROP = Program(cropped, static=("plan", "heads", "mesh"))
 
 def rows(cache: Cache, which: Sequence[int]) -> Cache:
     """The rows of these numbers, in this order, each as often as it is named: any method, bit by bit."""
+    cache.check_whole()
     chosen = np.asarray(which)
     B = cache.length.shape[0]
     if chosen.ndim != 1 or not chosen.size or not np.issubdtype(chosen.dtype, np.integer):
@@ -89,6 +91,8 @@ def join(caches: Sequence[Cache]) -> Cache:
     """
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")
+    for cache in caches:
+        cache.check_whole()
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.config != first.config or cache.plan != first.plan:

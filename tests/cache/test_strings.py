@@ -10,6 +10,7 @@ from kvjax import Method, compose, name_of, parse, parse_many, zoo
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.kcache import TopV
+from kvjax.parts import recipe
 from kvjax.run.plan import bind
 from kvjax.testing import toy_model
 
@@ -71,3 +72,36 @@ def test_no_method_is_an_error():
 def test_every_recipe_has_a_source_and_a_summary():
     for r in zoo.RECIPES.values():
         assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
+
+
+def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
+    def untyped(budget=4) -> Method:
+        return Method()
+
+    def several(sizes: tuple[int, ...] = (1, 2)) -> Method:
+        return Method()
+
+    def snapkv(budget: int = 4) -> Method:
+        return Method()
+
+    def none(budget: int = 4) -> Method:
+        return None
+
+    def sum_of() -> Method:
+        return Method()
+
+    sum_of.__name__ = "a+b"
+    for make, says in [
+        (untyped, "parameter 'budget' of untyped needs a type that can be made of a text, such as `budget: int = 4`"),
+        (several, "parameter 'sizes' of several needs a type"),
+        (snapkv, "kvjax has a method called snapkv .SnapKV.*; give yours another name"),
+        (sum_of, "called by its function's name, and 'a.b' is no name of one"),
+    ]:
+        with pytest.raises(KvjaxError, match=says):
+            recipe("an idea")(make)
+    with pytest.raises(KvjaxError, match="a recipe says where its method comes from"):
+        recipe(none)
+    recipe("an idea")(none)
+    with pytest.raises(KvjaxError, match="the recipe none must return a method, and returned None"):
+        parse("none")
+    recipe("a better idea")(none)  # one's own may be written anew

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
+from kvjax.eval.run.identity import identity
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models.tokenizer import Tokenizer
@@ -191,6 +192,7 @@ def test_what_is_recorded():
         "predictions": [row[0] for row in right],
         "bytes": first["bytes"],
         "room": first["room"],
+        "meant": identity(kvjax.parse("full")),
     }
     whole = first["bytes"]["device"] + first["room"]["device"]
     assert abs(whole - size["device"]) <= 16 and first["bytes"]["pinned_host"] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -78,3 +80,23 @@ def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):
         suite.cases(None, ["niah", "long"], spec)
     with pytest.raises(KvjaxError, match="no task fits in any of the lengths"):
         suite.cases(None, ["long"], Spec(lengths=(40, 50)), said.append)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lengths": 64}, "lengths are one number of tokens or more, as in lengths=.1024,., got 64"),
+        ({"lengths": ()}, "lengths are one number of tokens or more"),
+        ({"lengths": (0,)}, "a length must be an integer from 1"),
+        ({"contexts": 0}, "contexts must be an integer from 1"),
+        ({"questions": -1}, "questions must be an integer from 1"),
+        ({"depths": 1.5}, "depths must be an integer from 0"),
+    ],
+)
+def test_a_specification_is_checked(given, says):
+    with pytest.raises(KvjaxError, match=says):
+        Spec(**given)
+
+
+def test_a_specification_takes_names_of_files():
+    assert (Spec(text="a.txt").text, Spec(data="there").data) == (Path("a.txt"), Path("there"))

@@ -72,5 +72,5 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
 def test_nothing_shared_is_read_as_ever():
     context = kvjax.read_batch(MODEL, [[1, 2], [3, 4]], "int4", room=20)
     assert context.method == kvjax.parse("int4")
-    with pytest.raises(KvjaxError, match="at least 1 token, got least=0"):
+    with pytest.raises(KvjaxError, match="least must be an integer from 1 to .*, got 0"):
         kvjax.read_batch(MODEL, [[1]], least=0)

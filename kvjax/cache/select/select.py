@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -103,6 +103,7 @@ class Select:
         S = block.k.shape[2]
         check(block.pos, keep, slots, self.sinks, self.recent, self.unit)
         scores = self.scorer.scores(block, seen, spec)
+        self._check_scores(scores, block)
         part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
         by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
         then = None
@@ -121,6 +122,17 @@ class Select:
         if share is not None:
             slots = min(S, slots + (spec.kv_heads - 1) * max(slots - self.sinks - self.recent, 0))
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
+
+    def _check_scores(self, scores: Any, block: Block) -> None:
+        """Raises KvjaxError unless each key/value head scores each token of each row."""
+        found, want = getattr(getattr(scores, "kv", None), "shape", None), block.k.shape[:3]
+        if found != want:
+            bare = "an array" if hasattr(scores, "shape") else type(scores).__name__
+            said = bare if found is None else f"scores of shape {found}"
+            raise KvjaxError(
+                f"{type(self.scorer).__name__}.scores must return by_tokens(x, block) of an x f32[B K S], here {want}, "
+                f"and returned {said}"
+            )
 
     def _best(
         self,

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
+from kvjax.eval.run.identity import identity
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
@@ -85,7 +86,7 @@ def evaluate(
     parsed = named(methods)
     for name, method in parsed.items():
         check_method(model, name, method, [len(c.context) for c in cases] + list(speed))
-    marks = check_cases(cases, store)
+    marks, meant = check_cases(cases, store), check_methods(parsed, store)
     units, names = batches(cases, batch), list(parsed)
     together = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
     work = [(u, m) for group in together for u in (*units, *speed) for m in group if not _done(store, m, u)]
@@ -96,7 +97,8 @@ def evaluate(
             todo = [u for u, _ in part]
             line = bar.add_task(f"{name}: {task}", total=sum(map(_size, todo)))
             for unit in todo:
-                store.append(_guarded(reader, name, parsed[name], unit, seen, batch, seed, marks))
+                found = _guarded(reader, name, parsed[name], unit, seen, batch, seed, marks)
+                store.append([record | {"meant": meant[name]} for record in found])
                 bar.advance(line, _size(unit))
                 bar.advance(total, _size(unit))
             bar.remove_task(line)
@@ -123,6 +125,18 @@ def check_method(model: Model, name: str, method: KVMethod, lengths: Sequence[in
             planned_bytes(method, model.config, n, dtype=model.dtype)
     except KvjaxError as e:
         raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
+
+
+def check_methods(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
+    """What each name stands for, compared with what it stood for when the store's records were made."""
+    meant = {name: identity(method) for name, method in methods.items()}
+    for r in store.records:
+        if r.get("meant") and r["meant"] != meant.get(r["method"], r["meant"]):
+            raise KvjaxError(
+                f"{r['method']!r} is not the method that was recorded under this name: its code, its values or its "
+                "table have changed. Choose another --out, or delete the old one"
+            )
+    return meant
 
 
 def check_cases(cases: Sequence[Case], store: Store) -> dict[tuple[str, str], str]:

@@ -52,6 +52,7 @@ NEEDED = {
 OPTIONAL = {
     "room": BYTES,
     "case": TEXT,
+    "meant": TEXT,
     "metric": TEXT,
     "about": Field(_place, "an object in which length is a number of tokens, and depth from 0 to 1"),
     "asks": Field(_list_of(_place), "a list of objects in which turn is a number, and depth from 0 to 1"),

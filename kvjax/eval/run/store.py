@@ -1,7 +1,7 @@
 """A run on disk: records as JSON lines that survive being killed, and what the run was.
 
 DIR/records.jsonl    one line per method and case, whole batches at a time
-DIR/run.json         model, digest, dtype, seed, batch, methods, tasks, lengths, machine, versions
+DIR/run.json         model, digest, weights, dtype, seed, batch, methods, tasks, lengths, machine, versions
 DIR/.lock            held while a process writes; the system frees it when that process ends, however it ends
 """
 
@@ -192,6 +192,7 @@ def _write(path: Path, run: Mapping[str, Any]) -> None:
 
 def _continued(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     pinned = PINNED if new["digest"] else ("model", *PINNED)
+    pinned += ("weights",) if "weights" in old else ()  # runs of kvjax 0.1 do not tell
     changed = [f"{p} was {old.get(p)!r} and is now {new[p]!r}" for p in pinned if old.get(p) != new[p]]
     if changed:
         raise KvjaxError(
@@ -218,6 +219,7 @@ def describe(
     return {
         "model": model.name,
         "digest": digest(model.name),
+        "weights": model.fingerprint,
         "dtype": model.dtype.name,
         "seed": seed,
         "batch": batch,

@@ -7,11 +7,12 @@ symbols are spelled "<s17>", and for any real tokenizer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
 from kvjax.models.model import Model
 
@@ -58,11 +59,22 @@ class Spec:
     questions: int = 4  # per context, where a task can ask several
     depths: int = 5  # of a needle, evenly from 0 to 1
     seed: int = 0
-    text: Path | None = (
-        None  # a text file or a name in `packaged`, for perplexity and as haystack (default: source code)
-    )
-    data: Path | None = None  # the folder with the files of public benchmarks
+    text: Path | str | None = None  # a file or a name in `packaged`: perplexity, haystack (default: source code)
+    data: Path | str | None = None  # the folder with the files of public benchmarks
     chat: bool | None = None  # questions go through the chat template (None: where the model has one)
+
+    def __post_init__(self):
+        if not isinstance(self.lengths, Sequence) or not len(self.lengths):
+            raise KvjaxError(
+                f"lengths are one number of tokens or more, as in lengths=(1024,), got {self.lengths!r:.80}"
+            )
+        for length in self.lengths:
+            arguments.integer("a length", length)
+        for name, least in (("contexts", 1), ("questions", 1), ("depths", 0)):
+            arguments.integer(name, getattr(self, name), least)
+        for name in ("text", "data"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else Path(given))
 
 
 Maker = Callable[[Model, Spec], Iterable[Case]]
