@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.core.attention import Pattern
@@ -186,9 +187,14 @@ class Cache:
         rows, layers = self.length.shape[0], len(self.layers)
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
 
+    @property
+    def used_up(self) -> bool:
+        """Whether any of its arrays has been given away; one that somebody looks at, as `length`, may be left."""
+        return any(x.is_deleted() for x in jax.tree.leaves(self))
+
     def check_whole(self) -> None:
         """Raises KvjaxError where its arrays have been given away."""
-        if self.length.is_deleted():
+        if self.used_up:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 

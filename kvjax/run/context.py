@@ -45,13 +45,13 @@ class Context:
     read_seconds: float = 0.0  # of the documents, compilation apart
 
     def __repr__(self) -> str:
-        if self.cache.length.is_deleted():
+        if self.cache.used_up:
             return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {sizes(self.bytes)})"
 
     def _repr_html_(self) -> str | None:
-        if self.cache.length.is_deleted():
+        if self.cache.used_up:
             return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
