@@ -19,15 +19,23 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+class Killed(SystemExit):
+    """A process that a signal ended, as an abort in a compiler does."""
+
+
 def alone(fun: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a module returns, run in a new process; ends this one with a message where that one fails."""
+    """What a function of a module returns, run in a new process; ends this one with a message where that one fails.
+
+    Raises Killed where a signal ended that one.
+    """
     spawn = multiprocessing.get_context("spawn")
     answer = spawn.Queue()
     process = spawn.Process(target=_answer, args=(answer, fun, args))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"the process that ran {fun.__name__} ended with status {process.exitcode}")
+        ended = Killed if process.exitcode < 0 else SystemExit
+        raise ended(f"the process that ran {fun.__name__} ended with status {process.exitcode}")
     return answer.get()
 
 
