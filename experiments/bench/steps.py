@@ -38,7 +38,8 @@ from kvjax.methods.strings import split_many
 from kvjax.models import Config
 from kvjax.run.loop import UNTIL
 
-METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2;quest;h2o:heavy=128,recent=128"
+METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
+METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
 NEW = 8  # tokens that the loop may decode
 HOST = "S(5)"  # XLA's name of the host's memory in a layout
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")

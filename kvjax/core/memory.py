@@ -5,7 +5,9 @@ Rules found by measurement, kept here so that no method can get them wrong:
  - append first, then recall from the returned buffer: the other order copies the whole buffer every step;
  - 16-bit floats are held as raw bits (their updates are slow on some backends), and whatever lives on the host
    is held as raw bits, so that donation cannot pair a host input with a device output of the same type, which
-   aborts the process.
+   aborts the process;
+ - on the host two 16-bit values are held as one word of 32: TPUs keep two 16-bit rows together, and their compiler
+   aborts where one row alone is to be written there (libtpu 0.0.43).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def _on_host(fun):
 
 @pytree
 class Buffer:
-    """Rows [B K S W] of some dtype, held as raw bits where the rules above ask for it."""
+    """Rows [B K S W] of some dtype, held as raw bits or as words of two values where the rules above ask for it."""
 
     data: Array
     dtype: str = dataclasses.field(metadata={"static": True})
@@ -80,12 +82,15 @@ def pack(x: Array, host: bool = False) -> Buffer:
 
 def to_device(buf: Buffer) -> Buffer:
     """The whole buffer in device memory."""
-    return dataclasses.replace(buf, data=jax.device_put(buf.data, DEVICE)) if buf.host else buf
+    if not buf.host:
+        return buf
+    bits = _value(jax.device_put(buf.data, DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
+    return dataclasses.replace(buf, data=bits)
 
 
 def to_host(buf: Buffer) -> Buffer:
     """The whole buffer in pinned host memory."""
-    return buf if buf.host else dataclasses.replace(buf, data=jax.device_put(_bits(buf.data), HOST))
+    return buf if buf.host else dataclasses.replace(buf, data=jax.device_put(_words(_bits(buf.data)), HOST))
 
 
 def unpack(buf: Buffer) -> Array:
@@ -96,6 +101,7 @@ def unpack(buf: Buffer) -> Array:
 def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
     """Writes x [B K T W] into the slots from at i32[B 1|K] on, of the rows with due bool[B]; at + T <= S there."""
     x = _bits(x) if buf.data.dtype != x.dtype else x
+    x = _words(x) if buf.data.dtype != x.dtype else x
     if not x.shape[2]:
         return buf
     if not buf.host:
@@ -190,8 +196,20 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
 
 
-def _value(x: Array, dtype: str) -> Array:
-    return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, jnp.dtype(dtype))
+def _words(x: Array) -> Array:
+    """Bits [... W] of 16 as words [... W/2] of 32; as they are where they are no 16 or W is odd."""
+    if x.dtype != jnp.uint16 or x.shape[-1] % 2:
+        return x
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.uint32)
+
+
+def _value(x: Array, dtype: str | type) -> Array:
+    """What bits or words [... W or W/2] stand for, [... W]."""
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    values = lax.bitcast_convert_type(x, dtype)  # [... W/2 2] of words
+    return values.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize // dtype.itemsize)
 
 
 def rearranged(fun: Callable[..., Array], *arrays: Array) -> Array:

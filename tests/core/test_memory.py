@@ -38,6 +38,17 @@ def test_packing_keeps_every_bit(host, dtype):
     np.testing.assert_array_equal(bits(memory.unpack(buf)), bits(x))
 
 
+@pytest.mark.parametrize("slots", [0, S])
+@pytest.mark.parametrize("width", [0, 7, 8])
+def test_two_halves_are_a_word_on_the_host(slots, width):
+    x = jnp.arange(B * K * slots * width, dtype=jnp.bfloat16).reshape(B, K, slots, width)
+    buf = memory.pack(x, host=True)
+    assert buf.data.dtype == (jnp.uint16 if width == 7 else jnp.uint32)
+    assert buf.data.nbytes == x.nbytes
+    assert memory.to_device(buf).data.dtype == jnp.uint16
+    np.testing.assert_array_equal(bits(memory.unpack(buf)), bits(x))
+
+
 @both
 @dtypes
 def test_append_writes_each_row_at_its_own_slot(host, dtype):
@@ -112,9 +123,11 @@ def test_while_loops_keep_host_memory_too():
     assert out.host and float(memory.unpack(out).sum()) == 3 * B * K * W
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["offload", "kcache:n=2,device_layers=1"])
-def test_the_compiled_decode_step_keeps_host_values_in_place(method):
-    context = kvjax.read(toy_model(), [[1, 2, 3], [4]], method, capacity=640)
+def test_the_compiled_decode_step_keeps_host_values_in_place(method, dtype):
+    model = kvjax.random_model(toy_model().config, dtype=dtype)
+    context = kvjax.read(model, [[1, 2, 3], [4]], method, capacity=640)
     run = context.start(max_new_tokens=4, eos_ids=(), use_up=True)
     host = [x for x in jax.tree.leaves(run.cache) if memory.is_host(x)]
     assert len(host) == (2 * 3 if method == "offload" else 2)
