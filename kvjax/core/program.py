@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -67,14 +68,19 @@ class Program:
         donate: tuple[str, ...] = (),
         options: Callable[..., dict[str, Any]] | None = None,
     ):
-        self._options = options
+        self._fun, self._options = fun, options
         self._jit = jax.jit(fun, static_argnames=static, donate_argnames=donate)
         self._static = set(static)
         self._done: dict[Any, Any] = {}
         _ALL.append(self)
 
     def compile(self, **kwargs) -> tuple[Any, float]:
-        """(executable taking the non-static keyword arguments, seconds spent compiling now)."""
+        """(executable taking the non-static keyword arguments, seconds spent compiling now).
+
+        Under `jax.disable_jit` the executable is the function itself, which sees the arrays' values.
+        """
+        if jax.config.jax_disable_jit:
+            return functools.partial(self._fun, **{k: kwargs[k] for k in self._static & kwargs.keys()}), 0.0
         key = self.key(kwargs)
         start = time.perf_counter()
         done = self._done.get(key)

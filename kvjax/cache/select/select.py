@@ -7,7 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.budgets import Budget, Tokens, Uniform, kept_by_length
@@ -133,6 +135,10 @@ class Select:
                 f"{type(self.scorer).__name__}.scores must return by_tokens(x, block) of an x f32[B K S], here {want}, "
                 f"and returned {said}"
             )
+        if isinstance(scores.kv, jax.core.Tracer):  # compiled code cannot look at numbers
+            return
+        if (np.isnan(np.asarray(scores.kv, np.float32)) & (np.asarray(block.pos) >= 0)).any():
+            raise KvjaxError(f"{type(self.scorer).__name__}.scores gives NaN, which would win over every number")
 
     def _best(
         self,

@@ -141,7 +141,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
 
     def score_bit(i, found):
         chosen, equal, left = found  # of those that are equal in all higher bits, `left` are still to be chosen
-        one = (key >> (31 - i).astype(jnp.uint32)) & 1 == 1
+        one = (key >> jnp.uint32(31 - i)) & 1 == 1
         ones = number(equal & one)
         enough = ones >= left
         return chosen | (equal & one & ~enough), equal & (one == enough), jnp.where(enough, left, left - ones)

@@ -1,0 +1,207 @@
+"""The rules that every method keeps, tried on one of your own: what breaks them gives wrong answers without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from kvjax.cache.accounting import state_bytes
+from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core import arguments, memory
+from kvjax.core.types import KvjaxError
+from kvjax.methods.strings import method_of, name_of
+from kvjax.models.model import Model
+from kvjax.run.calls import extend, logits, prefill
+from kvjax.run.generate import generate
+from kvjax.run.planned import planned_bytes
+
+STEPS = 6  # tokens that are decoded one by one
+NEAR = 1e-3  # of the greatest logit: two programs of the same numbers differ by less
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """A method on three prompts, the second of one token, and the tokens that then follow in each row."""
+
+    model: Model
+    method: KVMethod
+    prompts: list[list[int]]
+    following: list[list[int]]
+
+    def read(self, rows: list[int], capacity: int | None = None) -> Cache:
+        """The cache after these prompts."""
+        prompts = [self.prompts[row] for row in rows]
+        return prefill(self.model, prompts, self.method, capacity=capacity or max(map(len, self.prompts)) + STEPS)[1]
+
+    def step(self, rows: list[int], cache: Cache, step: int) -> tuple[np.ndarray, Cache]:
+        """One more token in each of these rows: (logits [B V], the cache)."""
+        out, cache = extend(self.model, [[self.following[row][step]] for row in rows], cache)
+        return np.asarray(out[:, 0], np.float32), cache
+
+    @functools.cached_property
+    def walk(self) -> list[tuple[np.ndarray | None, Cache]]:
+        """(logits, cache) after the prompts, and after each step of all rows together."""
+        found: list[tuple[np.ndarray | None, Cache]] = [(None, self.read([0, 1, 2]))]
+        for t in range(STEPS):
+            found.append(self.step([0, 1, 2], found[-1][1], t))
+        return found
+
+
+def check_method(method: str | KVMethod, model: Model, *, length: int = 90, seed: int = 0) -> None:
+    """Tries a method on random prompts of a small model, and raises KvjaxError with the first rule that it breaks.
+
+    model: any, best one of two layers (`kvjax.testing.toy_model`). length: tokens of the longest prompt; it must be
+    beyond the method's budget for anything to leave. The rules: scores are numbers; a head holds each token once, no
+    token from beyond the text, the newest one always, and all of them where the method's traits say that it evicts
+    none; a row does not depend on its neighbours, nor on padding; a step keeps shapes, dtypes and places; logits are
+    finite, and those of the full cache where the traits say so; bytes are the planned ones; every decode loop makes
+    the same tokens.
+    """
+    method = method_of(method)
+    arguments.integer("length", length, 3)
+    rng = np.random.default_rng(arguments.integer("seed", seed, 0))
+
+    def ids(count: int) -> list[int]:
+        return rng.integers(0, model.config.vocab_size, count).tolist()
+
+    trial = _Trial(model, method, [ids(length), ids(1), ids(2 * length // 3)], [ids(STEPS) for _ in range(3)])
+    for rule in (_prompts, _scores, _types, _numbers, _tokens, _rows, _exact, _bytes, _loops):
+        if broken := rule(trial):
+            raise KvjaxError(f"{name_of(method)} breaks a rule of methods: {broken}")
+
+
+def _prompts(trial: _Trial) -> str:
+    evicts, held = trial.method.traits.evicts, _held(trial.walk[0][1])
+    if evicts and all((head >= 0).sum() >= len(trial.prompts[0]) for layer in held for head in layer[0]):
+        longest = len(trial.prompts[0])
+        raise KvjaxError(
+            f"{name_of(trial.method)} keeps all {longest} tokens of the longest prompt, so nothing can be said of what "
+            "leaves; check it with a greater `length`, or a smaller budget"
+        )
+    return ""
+
+
+def _scores(trial: _Trial) -> str:
+    """Run without compiling, where the parts of a method that check values can see them."""
+    with jax.disable_jit():
+        try:
+            trial.read([0, 1, 2])
+        except KvjaxError as e:
+            return str(e)
+    return ""
+
+
+def _types(trial: _Trial) -> str:
+    before, after = ([_described(x) for x in jax.tree.leaves(cache)] for _, cache in trial.walk[:2])
+    trees = [jax.tree.structure(cache) for _, cache in trial.walk[:2]]
+    if trees[0] != trees[1]:
+        return f"a step makes another tree of its state: {trees[0]} before, {trees[1]} after"
+    changed = next((f"{a} before, {b} after" for a, b in zip(before, after, strict=True) if a != b), "")
+    return changed and f"a step changes the shape, the dtype or the memory of an array of its state: {changed}"
+
+
+def _described(x: jax.Array) -> str:
+    return f"{x.dtype.name}{list(x.shape)} in {memory.kind(x)} memory"
+
+
+def _numbers(trial: _Trial) -> str:
+    for t, (out, _) in enumerate(trial.walk[1:]):
+        for row in range(3):
+            if not np.isfinite(out[row]).all():
+                return f"the logits of row {row} are not finite in step {t + 1}"
+    return ""
+
+
+def _held(cache: Cache) -> list[np.ndarray]:
+    """Of each layer the positions i32[B K S] of what it holds, in the order of its slots, -1 where there is none."""
+    return [np.asarray(layer.positions(state)) for layer, state in zip(cache.plan, cache.layers, strict=True)]
+
+
+def _tokens(trial: _Trial) -> str:
+    for t, (_, cache) in enumerate(trial.walk):
+        for i, layer in enumerate(_held(cache)):
+            for row, heads in enumerate(layer):
+                if wrong := _wrong(trial.method, heads, len(trial.prompts[row]) + t, bool(t)):
+                    when = f"after step {t}" if t else "after the prompt"
+                    return f"in layer {i}, row {row}, {when}, {wrong}"
+    return ""
+
+
+def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> str:
+    """What is the matter with the positions [1|K S] that heads hold of a text of `length` tokens."""
+    for head, positions in enumerate(heads):
+        real = positions[positions >= 0]
+        if positions.min(initial=-1) < -1 or positions.max(initial=-1) >= length:
+            return f"head {head} says that it holds position {positions.max()} of a text of {length} tokens"
+        values, counts = np.unique(real, return_counts=True)
+        if (counts > 1).any():
+            return f"head {head} holds position {values[counts > 1][0]} {counts.max()} times, which counts it as often"
+        if not method.traits.evicts and len(real) < length:
+            return f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False"
+        if getattr(method, "decode", None) is not None and len(real) == len(positions):
+            return f"head {head} has no empty slot for the next token: the policy must let one go"
+    if decoded and not (heads == length - 1).any():
+        return "no head holds the newest token"
+    return ""
+
+
+def _rows(trial: _Trial) -> str:
+    together = [trial.walk[0][1], trial.walk[1][1]]
+    want = trial.walk[1][0]
+    for row in (0, 2):
+        alone = trial.read([row])
+        out, after = trial.step([row], alone, 0)
+        for mine, theirs in zip((alone, after), together, strict=True):
+            for i, (one, all_rows) in enumerate(zip(_held(mine), _held(theirs), strict=True)):
+                if _sets(one[0]) != _sets(all_rows[row]):
+                    return f"row {row} holds other tokens in layer {i} when it is read alone than beside others"
+        if not _near(out[0], want[row]):
+            return f"row {row} has other logits when it is read alone than beside others"
+    return ""
+
+
+def _sets(heads: np.ndarray) -> list[list[int]]:
+    return [sorted(head[head >= 0].tolist()) for head in heads]
+
+
+def _near(x: np.ndarray, y: np.ndarray) -> bool:
+    return np.abs(x - y).max() <= NEAR * np.abs(y).max()
+
+
+def _exact(trial: _Trial) -> str:
+    if not trial.method.traits.exact:
+        return ""
+    for row, prompt in enumerate(trial.prompts):
+        want = np.asarray(logits(trial.model, [prompt + trial.following[row]]), np.float32)[0, len(prompt) :]
+        got = np.stack([out[row] for out, _ in trial.walk[1:]])
+        if not _near(got, want):
+            return f"the logits of row {row} are not those of the full cache, and `traits.exact` is True"
+    return ""
+
+
+def _bytes(trial: _Trial) -> str:
+    cache = trial.walk[-1][1]
+    held = state_bytes(cache)
+    if not any(layer.needs.all_layers for layer in cache.plan):  # which are planned as if all prompts were alike
+        sizes = {"capacity": cache.capacity, "batch": 3, "dtype": trial.model.dtype}
+        planned = planned_bytes(trial.method, trial.model.config, len(trial.prompts[0]), **sizes)
+        planned["device"] += cache.length.nbytes  # of the cache itself, and of no method
+        if held != planned:
+            return f"{planned} bytes are planned for these prompts and {held} are held"
+    if trial.method.traits.constant and state_bytes(trial.read([0, 1, 2], 4 * cache.capacity)) != held:
+        return "its bytes grow with the room for more tokens, and `traits.constant` is True"
+    return ""
+
+
+def _loops(trial: _Trial) -> str:
+    def tokens(loop: str) -> list[list[int]]:
+        how = {"max_new_tokens": STEPS, "eos_ids": (), "loop": loop}
+        return generate(trial.model, trial.prompts, trial.method, **how).tokens
+
+    wanted, found = tokens("while"), tokens("layers")
+    if wanted != found:
+        return f"a compiled loop makes the tokens {wanted}, and step after step {found}: something is kept outside"
+    return ""

@@ -1,0 +1,138 @@
+"""`check_method` passes sound methods and names what is wrong with others, each of which would run without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax import KvjaxError
+from kvjax.cache.contract import Traits
+from kvjax.parts import Codec, Method, Policy, Scorer, by_tokens, selecting
+from kvjax.testing import check_method, toy_model
+from tests.contract.test_conformance import LastTokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(layers=1)
+
+
+def check(method: Any, model) -> None:
+    check_method(method, model, length=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms(Scorer):
+    """Tokens with large values matter; `fault` is what is wrong with it."""
+
+    fault: str = ""
+
+    def scores(self, block, seen, spec):
+        norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
+        if self.fault == "a score that is no number":
+            norms = norms.at[:, 0, 1].set(jnp.nan)
+        if self.fault == "scores of all rows together":
+            norms = jnp.broadcast_to(norms.mean(0), norms.shape)
+        return by_tokens(norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Policy):
+    """Only the last tokens stay; `fault` is what is wrong with it."""
+
+    recent: int
+    fault: str = ""
+
+    def slots(self, layer):
+        return self.recent + 1
+
+    def begin(self, layer, block, seen, slots):
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        newest = length - 1 - jnp.arange(min(slots, self.recent), dtype=jnp.int32)[None, None]
+        if self.fault == "one token twice":
+            newest = newest.at[..., 1].set(newest[..., 0])
+        return jnp.where(newest >= 0, newest, -1), None
+
+    def after(self, layer, state, weights, q_pos):
+        full = (state.pos >= 0).all(2, keepdims=True)
+        oldest = state.pos == state.pos.min(2, keepdims=True)
+        leaves = full & oldest & (self.fault != "nothing leaves")
+        later = 100 * (self.fault == "positions of the future")
+        return jnp.where(leaves, -1, jnp.where(state.pos >= 0, state.pos + later, -1)), None
+
+
+@pytest.mark.parametrize(
+    "method", [LastTokens(5), Method(decode=Window(4)), Method(select=selecting(Norms(), 6)), "offload"], ids=str
+)
+def test_a_sound_method_passes(method, model):
+    check(method, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrongly(LastTokens):
+    """The last tokens, and traits that do not hold of it."""
+
+    traits: ClassVar[Traits] = Traits()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exactly(Wrongly):
+    """The last tokens, said to be exact."""
+
+    traits: ClassVar[Traits] = Traits(evicts=True, exact=True)
+
+
+class Poison(Codec):
+    """Rows of which the first is no number."""
+
+    def encode(self, x, pos):
+        return x.at[:, :, 0].set(jnp.nan)
+
+    def decode(self, stored):
+        return stored
+
+    def write(self, stored, x, at):
+        return stored.at[jnp.arange(x.shape[0])[:, None], :, at].set(x.swapaxes(1, 2))
+
+
+FAULTY = {
+    "a score that is no number": (
+        Method(select=selecting(Norms("a score that is no number"), 6)),
+        "Norms.scores gives NaN, which would win over every number",
+    ),
+    "scores of all rows together": (
+        Method(select=selecting(Norms("scores of all rows together"), 6)),
+        "row 0 holds other tokens in layer 0 when it is read alone than beside others",
+    ),
+    "one token twice": (
+        Method(decode=Window(4, "one token twice")),
+        "in layer 0, row 0, after the prompt, head 0 holds position 19 2 times, which counts it as often",
+    ),
+    "nothing leaves": (
+        Method(decode=Window(4, "nothing leaves")),
+        "in layer 0, row 0, after step 1, head 0 has no empty slot for the next token",
+    ),
+    "positions of the future": (
+        Method(decode=Window(4, "positions of the future")),
+        "head 0 says that it holds position 1.. of a text of 21 tokens",
+    ),
+    "tokens that are lost": (Wrongly(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
+    "other logits": (Exactly(5), "row 0 are not those of the full cache, and `traits.exact` is True"),
+    "no numbers": (Method(v=Poison()), "the logits of row 0 are not finite in step 1"),
+}
+
+
+@pytest.mark.parametrize(("method", "says"), FAULTY.values(), ids=FAULTY.keys())
+def test_a_rule_that_is_broken_is_named(method, says, model):
+    with pytest.raises(KvjaxError, match="breaks a rule of methods: .*" + says):
+        check(method, model)
+
+
+def test_what_says_nothing_is_an_error(model):
+    with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*greater `length`"):
+        check("streaming_llm:recent=100", model)
+    with pytest.raises(KvjaxError, match="length must be an integer from 3"):
+        check_method("full", model, length=1)
