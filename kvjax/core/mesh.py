@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
 
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
@@ -84,11 +86,23 @@ def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None
         with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
             return fun(*args)
 
+    def not_empty(*args: Any) -> list[Array]:
+        return [x for x in jax.tree.leaves(here(*args)) if x.size]
+
     def run(*args: Any) -> Any:
-        results = jax.eval_shape(fun, *args)
-        places = jax.tree.map(spread, args), jax.tree.map(spread, results)
+        traced, results = jax.make_jaxpr(fun, return_shape=True)(*args)
+        results, tree = jax.tree.flatten(results)
+        places = jax.tree.map(spread, args), [spread(x) for x in results if x.size]
         # What is whole on several devices is equal there by the rule above; JAX's own check knows no host memory.
-        return jax.shard_map(here, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)(*args)
+        parted = jax.shard_map(not_empty, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)
+        # A result without elements makes the compiler of JAX 0.11.2 end the process: such ones are made out here.
+        found, kinds = iter(parted(*args)), map(memory.kind, traced.out_avals)
+        made = [next(found) if x.size else _empty(x, spread(x), kind) for x, kind in zip(results, kinds, strict=True)]
+        return jax.tree.unflatten(tree, made)
+
+    def _empty(x: Any, place: PartitionSpec, kind: str) -> Array:
+        memory_kind = "pinned_host" if kind == "pinned_host" else None
+        return jax.device_put(jnp.zeros(x.shape, x.dtype), NamedSharding(mesh, place, memory_kind=memory_kind))
 
     return run
 
