@@ -8,9 +8,9 @@ import functools
 import jax
 import numpy as np
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
-from kvjax.core import arguments, memory
+from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -19,15 +19,13 @@ from kvjax.run.generate import generate
 from kvjax.run.planned import planned_bytes
 
 STEPS = 6  # tokens that are decoded one by one
-NEAR = {
-    4: 1e-3,
-    2: 5e-2,
-}  # of the greatest logit, by the bytes of a number: what two programs of the same may differ by
+NEAR = {4: 1e-3, 2: 5e-2}
+"""What logits of two programs may differ by, as a share of the greatest, by the bytes of the model's numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tried:
-    """A method on three prompts, the second of one token, and the tokens that then follow in each row."""
+    """A method on three prompts, the first the longest and the second of one token, and what then follows each."""
 
     model: Model
     method: KVMethod
@@ -37,7 +35,8 @@ class _Tried:
     def read(self, rows: list[int], capacity: int | None = None) -> Cache:
         """The cache after these prompts."""
         prompts = [self.prompts[row] for row in rows]
-        return prefill(self.model, prompts, self.method, capacity=capacity or max(map(len, self.prompts)) + STEPS)[1]
+        _, cache = prefill(self.model, prompts, self.method, capacity=capacity or len(self.prompts[0]) + STEPS)
+        return cache
 
     def step(self, rows: list[int], cache: Cache, step: int) -> tuple[np.ndarray, Cache]:
         """One more token in each of these rows: (logits [B V], the cache)."""
@@ -83,8 +82,9 @@ def check_method(method: str | KVMethod, model: Model, *, length: int = 90, seed
 
 def _any_left(tried: _Tried) -> bool:
     """Whether any head has lost a token of the longest prompt."""
-    heads = [head for layer in _held(tried.walk[0][1]) for head in layer[0]]
-    return any((head >= 0).sum() < len(tried.prompts[0]) for head in heads)
+    _, cache = tried.walk[0]
+    longest = [rows[0] for rows in kept_positions(cache)]
+    return any(len(head) < len(tried.prompts[0]) for heads in longest for head in heads)
 
 
 def _scores(tried: _Tried) -> str:
@@ -98,16 +98,14 @@ def _scores(tried: _Tried) -> str:
 
 
 def _types(tried: _Tried) -> str:
-    before, after = ([_described(x) for x in jax.tree.leaves(cache)] for _, cache in tried.walk[:2])
-    trees = [jax.tree.structure(cache) for _, cache in tried.walk[:2]]
-    if trees[0] != trees[1]:
-        return f"a step makes another tree of its state: {trees[0]} before, {trees[1]} after"
-    changed = next((f"{a} before, {b} after" for a, b in zip(before, after, strict=True) if a != b), "")
-    return changed and f"a step changes the shape, the dtype or the memory of an array of its state: {changed}"
-
-
-def _described(x: jax.Array) -> str:
-    return f"{x.dtype.name}{list(x.shape)} in {memory.kind(x)} memory"
+    (_, before), (_, after) = tried.walk[:2]
+    for i, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
+        if jax.tree.structure(old) != jax.tree.structure(new):
+            return f"in layer {i} a step makes a state of other parts than the prompt did"
+        for was, now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+            if jax.typeof(was) != jax.typeof(now):
+                return f"in layer {i} a step makes {jax.typeof(now)} of an array {jax.typeof(was)} of the state"
+    return ""
 
 
 def _numbers(tried: _Tried) -> str:
@@ -118,15 +116,10 @@ def _numbers(tried: _Tried) -> str:
     return ""
 
 
-def _held(cache: Cache) -> list[np.ndarray]:
-    """Of each layer the positions i32[B K S] of what it holds, in the order of its slots, -1 where there is none."""
-    return [np.asarray(layer.positions(state)) for layer, state in zip(cache.plan, cache.layers, strict=True)]
-
-
 def _tokens(tried: _Tried) -> str:
     for t, (_, cache) in enumerate(tried.walk):
-        for i, layer in enumerate(_held(cache)):
-            for row, heads in enumerate(layer):
+        for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
+            for row, heads in enumerate(np.asarray(layer.positions(state))):
                 if wrong := _wrong(tried.method, heads, len(tried.prompts[row]) + t, bool(t)):
                     when = f"after step {t}" if t else "after the prompt"
                     return f"in layer {i}, row {row}, {when}, {wrong}"
@@ -134,7 +127,7 @@ def _tokens(tried: _Tried) -> str:
 
 
 def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> str:
-    """What is the matter with the positions [1|K S] that heads hold of a text of `length` tokens."""
+    """What is the matter with the positions [1|K S] of what heads hold, slot by slot, of a text of so many tokens."""
     for head, positions in enumerate(heads):
         real = positions[positions >= 0]
         if positions.min(initial=-1) < -1 or positions.max(initial=-1) >= length:
@@ -144,7 +137,7 @@ def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> s
             return f"head {head} holds position {values[counts > 1][0]} {counts.max()} times, which counts it as often"
         if not method.traits.evicts and len(real) < length:
             return f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False"
-        if getattr(method, "decode", None) is not None and len(real) == len(positions):
+        if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
             return f"head {head} has no empty slot for the next token: the policy must let one go"
     if decoded and not (heads == length - 1).any():
         return "no head holds the newest token"
@@ -152,22 +145,17 @@ def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> s
 
 
 def _rows(tried: _Tried) -> str:
-    together = [tried.walk[0][1], tried.walk[1][1]]
-    want = tried.walk[1][0]
+    (_, together), (want, together_later) = tried.walk[:2]
     for row in (0, 2):
         alone = tried.read([row])
-        out, after = tried.step([row], alone, 0)
-        for mine, theirs in zip((alone, after), together, strict=True):
-            for i, (one, all_rows) in enumerate(zip(_held(mine), _held(theirs), strict=True)):
-                if _sets(one[0]) != _sets(all_rows[row]):
+        out, alone_later = tried.step([row], alone, 0)
+        for mine, every in ((alone, together), (alone_later, together_later)):
+            for i, (here, there) in enumerate(zip(kept_positions(mine), kept_positions(every), strict=True)):
+                if not all(map(np.array_equal, here[0], there[row])):
                     return f"row {row} holds other tokens in layer {i} when it is read alone than beside others"
         if not _near(tried, out[0], want[row]):
             return f"row {row} has other logits when it is read alone than beside others"
     return ""
-
-
-def _sets(heads: np.ndarray) -> list[list[int]]:
-    return [sorted(head[head >= 0].tolist()) for head in heads]
 
 
 def _near(tried: _Tried, x: np.ndarray, y: np.ndarray) -> bool:
@@ -186,7 +174,7 @@ def _exact(tried: _Tried) -> str:
 
 
 def _bytes(tried: _Tried) -> str:
-    cache = tried.walk[-1][1]
+    _, cache = tried.walk[-1]
     held = state_bytes(cache)
     if not any(layer.needs.all_layers for layer in cache.plan):  # which are planned as if all prompts were alike
         sizes = {"capacity": cache.capacity, "batch": 3, "dtype": tried.model.dtype}

@@ -65,7 +65,7 @@ def each(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def is_host(x) -> bool:
     """Whether an array, tracer or abstract value lives in host memory."""
-    return getattr(jax.typeof(x), "memory_space", DEVICE) == HOST
+    return kind(x) == "pinned_host"
 
 
 def kind(x) -> str:
@@ -90,7 +90,10 @@ def to_device(buf: Buffer) -> Buffer:
 
 def to_host(buf: Buffer) -> Buffer:
     """The whole buffer in pinned host memory."""
-    return buf if buf.host else dataclasses.replace(buf, data=jax.device_put(_words(_bits(buf.data)), HOST))
+    if buf.host:
+        return buf
+    words = _words(_bits(buf.data))
+    return dataclasses.replace(buf, data=jax.device_put(words, HOST))
 
 
 def unpack(buf: Buffer) -> Array:
@@ -101,7 +104,7 @@ def unpack(buf: Buffer) -> Array:
 def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
     """Writes x [B K T W] into the slots from at i32[B 1|K] on, of the rows with due bool[B]; at + T <= S there."""
     x = _bits(x) if buf.data.dtype != x.dtype else x
-    x = _words(x) if buf.data.dtype != x.dtype else x
+    x = _words(x) if buf.data.dtype != x.dtype else x  # as the buffer holds them: values, bits, or words
     if not x.shape[2]:
         return buf
     if not buf.host:

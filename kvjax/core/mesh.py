@@ -86,23 +86,23 @@ def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None
         with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
             return fun(*args)
 
-    def not_empty(*args: Any) -> list[Array]:
+    def elements_here(*args: Any) -> list[Array]:
         return [x for x in jax.tree.leaves(here(*args)) if x.size]
+
+    def empty(x: Any) -> Array:
+        place = NamedSharding(mesh, spread(x), memory_kind="pinned_host" if memory.is_host(x) else None)
+        return jax.device_put(jnp.zeros(x.shape, x.dtype), place)
 
     def run(*args: Any) -> Any:
         traced, results = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results, tree = jax.tree.flatten(results)
-        places = jax.tree.map(spread, args), [spread(x) for x in results if x.size]
+        tree, types = jax.tree.structure(results), traced.out_avals  # which know the memory, as `results` does not
+        places = jax.tree.map(spread, args), [spread(x) for x in types if x.size]
         # What is whole on several devices is equal there by the rule above; JAX's own check knows no host memory.
-        parted = jax.shard_map(not_empty, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)
+        divided = jax.shard_map(elements_here, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)
         # A result without elements makes the compiler of JAX 0.11.2 end the process: such ones are made out here.
-        found, kinds = iter(parted(*args)), map(memory.kind, traced.out_avals)
-        made = [next(found) if x.size else _empty(x, spread(x), kind) for x, kind in zip(results, kinds, strict=True)]
+        found = iter(divided(*args))
+        made = [next(found) if x.size else empty(x) for x in types]
         return jax.tree.unflatten(tree, made)
-
-    def _empty(x: Any, place: PartitionSpec, kind: str) -> Array:
-        memory_kind = "pinned_host" if kind == "pinned_host" else None
-        return jax.device_put(jnp.zeros(x.shape, x.dtype), NamedSharding(mesh, place, memory_kind=memory_kind))
 
     return run
 

@@ -80,7 +80,8 @@ class Program:
         Under `jax.disable_jit` the executable is the function itself, which sees the arrays' values.
         """
         if jax.config.jax_disable_jit:
-            return functools.partial(self._fun, **{k: kwargs[k] for k in self._static & kwargs.keys()}), 0.0
+            static = {k: kwargs[k] for k in self._static & kwargs.keys()}
+            return functools.partial(self._fun, **static), 0.0
         key = self.key(kwargs)
         start = time.perf_counter()
         done = self._done.get(key)

@@ -82,7 +82,7 @@ def recipe(
 
 def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> None:
     """Raises KvjaxError for a name or a parameter that no string can have, and for the name of a method of kvjax."""
-    name, own = make.__name__, make.__module__.startswith(f"{kvjax.methods.__name__}.")
+    name = make.__name__
     if not name.isidentifier():
         raise KvjaxError(f"a recipe is called by its function's name, and {name!r} is no name of one")
     for parameter in signature.parameters.values():
@@ -91,8 +91,12 @@ def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> Non
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if not own and name in load_all() and RECIPES[name].make.__module__.startswith(f"{kvjax.methods.__name__}."):
+    if not _is_ours(make) and name in load_all() and _is_ours(RECIPES[name].make):
         raise KvjaxError(f"kvjax has a method called {name} ({RECIPES[name].source}); give yours another name")
+
+
+def _is_ours(make: Callable[..., Any]) -> bool:
+    return make.__module__.startswith(f"{kvjax.methods.__name__}.")
 
 
 def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
-from experiments.bench import steps
+from experiments.bench import process, steps
 from kvjax import KvjaxError
 
 PROGRAM = """HloModule made_by_hand
@@ -64,6 +65,21 @@ def test_steps_of_this_machine_are_told(capsys):
     assert full["launches"] > full["fusions"] > 0 and full["host"] == full["host_bytes"] == 0
     assert fewer["device_bytes"] < full["device_bytes"]
     assert full["bound_bytes"] < full["counted_bytes"]
+
+
+def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, capsys):
+    with pytest.raises(process.Killed, match="ended with status -9"):
+        process.alone(signal.raise_signal, signal.SIGKILL)
+
+    def killed(*args):
+        raise process.Killed("ended")
+
+    monkeypatch.setattr(steps, "alone", killed)
+    monkeypatch.setattr(steps, "ABSENT", {})
+    steps.main(["--methods", "full", "--topology", "v5e:2x2"])
+    told = capsys.readouterr().out.splitlines()
+    assert json.loads(told[-1])["results"]["steps"] == [{"method": "full"}]
+    assert any(line.count(" - ") == len(steps.COLUMNS) - 1 for line in told)
 
 
 def test_a_machine_that_nobody_knows_is_refused():

@@ -126,7 +126,10 @@ class Select:
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
 
     def _check_scores(self, scores: Any, block: Block) -> None:
-        """Raises KvjaxError unless each key/value head scores each token of each row."""
+        """Raises KvjaxError unless each key/value head scores each token of each row.
+
+        Under `jax.disable_jit`, where the scores' values are known, also for a real token whose score is NaN.
+        """
         found, want = getattr(getattr(scores, "kv", None), "shape", None), block.k.shape[:3]
         if found != want:
             bare = "an array" if hasattr(scores, "shape") else type(scores).__name__
@@ -135,10 +138,10 @@ class Select:
                 f"{type(self.scorer).__name__}.scores must return by_tokens(x, block) of an x f32[B K S], here {want}, "
                 f"and returned {said}"
             )
-        if isinstance(scores.kv, jax.core.Tracer):  # compiled code cannot look at numbers
-            return
-        if (np.isnan(np.asarray(scores.kv, np.float32)) & (np.asarray(block.pos) >= 0)).any():
-            raise KvjaxError(f"{type(self.scorer).__name__}.scores gives NaN, which would win over every number")
+        if not isinstance(scores.kv, jax.core.Tracer):
+            nan, real = np.isnan(np.asarray(scores.kv, np.float32)), np.asarray(block.pos) >= 0
+            if (nan & real).any():
+                raise KvjaxError(f"{type(self.scorer).__name__}.scores gives NaN, which would win over every number")
 
     def _best(
         self,

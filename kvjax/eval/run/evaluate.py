@@ -85,8 +85,8 @@ def evaluate(
     """
     parsed = named(methods)
     for name, method in parsed.items():
-        check_method(model, name, method, [len(c.context) for c in cases] + list(speed))
-    marks, meant = check_cases(cases, store), check_methods(parsed, store)
+        check_runs(model, name, method, [len(c.context) for c in cases] + list(speed))
+    marks, meant = check_cases(cases, store), check_unchanged(parsed, store)
     units, names = batches(cases, batch), list(parsed)
     together = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
     work = [(u, m) for group in together for u in (*units, *speed) for m in group if not _done(store, m, u)]
@@ -118,7 +118,7 @@ def _task(unit: Batch | int) -> str:
     return SPEED if isinstance(unit, int) else unit.cases[0].task
 
 
-def check_method(model: Model, name: str, method: KVMethod, lengths: Sequence[int]) -> None:
+def check_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]) -> None:
     """Raises KvjaxError, naming the method, if it cannot run on this model with contexts of such lengths."""
     try:
         for n in {min(lengths, default=1), max(lengths, default=1)}:
@@ -127,7 +127,7 @@ def check_method(model: Model, name: str, method: KVMethod, lengths: Sequence[in
         raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
 
 
-def check_methods(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
+def check_unchanged(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
     """What each name stands for, compared with what it stood for when the store's records were made."""
     meant = {name: identity(method) for name, method in methods.items()}
     for r in store.records:

@@ -29,8 +29,10 @@ def _said(value: Any, seen: set[int]) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.compare}
         return [_code(type(value), seen), {name: _said(x, seen) for name, x in fields.items()}]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_said(x, seen) for x in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return [_said(x, seen) for x in value]
     if isinstance(value, dict):
         return [[_said(x, seen) for x in pair] for pair in value.items()]
     if hasattr(value, "__array__"):

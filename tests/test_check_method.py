@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import pytest
 
-from kvjax import KvjaxError
+from kvjax import KvjaxError, conformance
 from kvjax.cache.contract import Traits
+from kvjax.core.types import Block
 from kvjax.parts import Codec, Method, Policy, Scorer, by_tokens, selecting
 from kvjax.testing import check_method, toy_model
-from tests.contract.test_conformance import LastTokens
+from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,57 @@ class Exactly(Wrongly):
     traits: ClassVar[Traits] = Traits(evicts=True, exact=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Growing(LastTokens):
+    """All tokens, in a state that a step makes longer."""
+
+    traits: ClassVar[Traits] = Traits()
+
+    def bind(self, spec):
+        return GrowingLayer(self.count, spec)
+
+
+class GrowingLayer(LastTokensLayer):
+    def slots(self, prompt, room):
+        return prompt
+
+    def _last(self, *blocks):
+        k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
+        return Block(k, v, pos).clean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Roomy(LastTokens):
+    """The last tokens, in as many slots as there is room for."""
+
+    def bind(self, spec):
+        return RoomyLayer(self.count, spec)
+
+
+class RoomyLayer(LastTokensLayer):
+    def slots(self, prompt, room):
+        return self.count + room
+
+    def _last(self, *blocks):
+        kept = super()._last(*blocks)
+        more = [(0, 0), (0, 0), (0, blocks[0].pos.shape[2] - kept.pos.shape[2])]
+        k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (kept.k, kept.v))
+        return Block(k, v, jnp.pad(kept.pos, more, constant_values=-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(LastTokens):
+    """The last tokens, in more slots for short prompts than for long ones."""
+
+    def bind(self, spec):
+        return UnevenLayer(self.count, spec)
+
+
+class UnevenLayer(RoomyLayer):
+    def slots(self, prompt, room):
+        return self.count + 2 * (prompt < 10)
+
+
 class Poison(Codec):
     """Rows of which the first is no number."""
 
@@ -121,6 +174,9 @@ FAULTY = {
     ),
     "tokens that are lost": (Wrongly(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
     "other logits": (Exactly(5), "row 0 are not those of the full cache, and `traits.exact` is True"),
+    "a state that grows": (Growing(5), "in layer 0 a step makes float32.* of an array float32.* of the state"),
+    "bytes that grow": (Roomy(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
+    "bytes that no plan knows": (Uneven(5), ".* are planned for these prompts and .* are held"),
     "no numbers": (Method(v=Poison()), "the logits of row 0 are not finite in step 1"),
 }
 
@@ -129,6 +185,15 @@ FAULTY = {
 def test_a_rule_that_is_broken_is_named(method, says, model):
     with pytest.raises(KvjaxError, match="breaks a rule of methods: .*" + says):
         check(method, model)
+
+
+def test_loops_that_differ_are_named(model, monkeypatch):
+    def generated(model, prompts, method, loop, **how):
+        return types.SimpleNamespace(tokens=[[1]] if loop == "while" else [[2]])
+
+    monkeypatch.setattr(conformance, "generate", generated)
+    with pytest.raises(KvjaxError, match=r"a compiled loop makes the tokens \[\[1\]\], and step after step \[\[2\]\]"):
+        check("full", model)
 
 
 def test_what_says_nothing_is_an_error(model):
