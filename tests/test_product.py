@@ -35,6 +35,16 @@ def test_one_row_and_a_large_matrix_are_multiplied_in_parts_where_it_divides(siz
     np.testing.assert_allclose(run.compile()(x, w), np.float64(x) @ np.float64(w), atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_gpu_multiplies_no_row_alone(monkeypatch, rows):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((rows, 24), (24, 8)))
+    run = jax.jit(product).lower(x, w)
+    assert f"(tensor<{max(rows, 2)}x24xf32>, tensor<24x8xf32>)" in run.as_text()
+    np.testing.assert_allclose(run.compile()(x, w), np.float64(x) @ np.float64(w), atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, FEW])
 def test_narrow_numbers_are_summed_in_float32(rows):
     """bfloat16 has no number between 2,048 and 2,064."""

@@ -3,37 +3,33 @@
 python -m experiments.bench.steps [--methods "full;kcache:n=64"] [--layers 2] [--tokens 1000] [--topology v5e:2x2]
 
 The program is that of a whole loop, and its body is one step. A launch is an instruction that runs by itself: a fusion
-counts once, what stands inside it not. "Touch the host" are those that read or write host memory; "before the loop" are
-copies of whole buffers to or from the host, once per answer. Bytes are those that the compiler counts for the program
-with one step in it; the bound is what an exact step must read. --topology compiles for a TPU that is not there, with
-the package libtpu (`pip install libtpu`), each method in a process of its own; without it the program is that of this
-machine. A CPU's program keeps the host's memory not apart from the device's.
+counts once, what stands inside it not. "Host" are those that read or write host memory; "fetches" those that bring
+something from there to the device, and "waits" the fetches behind which nothing else is launched until they are done.
+"Outside" are copies of whole buffers to or from the host, before the loop or behind it. Bytes are those that the
+compiler counts for the program with one step in it; the bound is what an exact step must read. --topology compiles for
+a machine that is not there (`absent.py` says what that wants), each method in a process of its own; without it the
+program is that of this machine. A CPU's program keeps the host's memory not apart from the device's.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
+from experiments.bench.absent import bytes_counted, compiled_for
 from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import Killed, alone
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
-from kvjax.core import memory
 from kvjax.methods.strings import split_many
 from kvjax.models import Config
 from kvjax.run.loop import UNTIL
@@ -43,12 +39,22 @@ METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
 NEW = 8  # tokens that the loop may decode
 HOST = "S(5)"  # XLA's name of the host's memory in a layout
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
+INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][a-z0-9\-]*)\(%?(?P<first>[\w.\-]*)"
+)
 PARTS = re.compile(r"(?:body|to_apply|branch_computations)=\{?%?([\w.\-]+)")
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
 PRODUCTS = {"dot", "convolution"}
-# There is no TPU to ask about, and none that two processes could want at once.
-ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+class Launch(NamedTuple):
+    """One instruction of a compiled program: what it is called, what it gives, its kind and first operand."""
+
+    name: str
+    type: str
+    kind: str
+    first: str
+    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,9 @@ class Step:
     products: int  # that are in no fusion
     copies: int
     host: int  # launches that touch the host's memory
-    host_before: int  # copies of whole host buffers before or behind the loop
+    fetches: int  # launches that bring something from the host
+    waits: int  # fetches that nothing runs beside
+    outside: int  # copies of whole host buffers before or behind the loop
 
     @classmethod
     def of(cls, program: str) -> Step:
@@ -70,14 +78,18 @@ class Step:
         if not loops:
             raise KvjaxError("the compiled program has no loop")
         body = max((list(_within(parts, name)) for name in loops), key=len)
-        kinds = collections.Counter(kind for kind, _ in body)
+        launched = [x for x in body if not x.kind.endswith("-done")]
+        kinds = collections.Counter(x.kind for x in launched)
+        beside = _beside_fetches(body)
         return cls(
-            launches=len(body),
+            launches=len(launched),
             fusions=kinds["fusion"],
             products=sum(kinds[kind] for kind in PRODUCTS),
             copies=kinds["copy"] + kinds["copy-start"],
-            host=sum(HOST in line for _, line in body),
-            host_before=sum(" copy-start(" in line and HOST in line for line in parts[entry]),
+            host=sum(HOST in x.line for x in launched),
+            fetches=len(beside),
+            waits=beside.count(0),
+            outside=sum(" copy-start(" in line and HOST in line for line in parts[entry]),
         )
 
 
@@ -95,37 +107,34 @@ def _computations(program: str) -> tuple[dict[str, list[str]], str]:
     return parts, entry
 
 
-def _within(parts: dict[str, list[str]], name: str) -> Iterator[tuple[str, str]]:
-    """(kind, line) of what a computation launches, with that of the loops, calls and branches in it."""
+def _within(parts: dict[str, list[str]], name: str) -> Iterator[Launch]:
+    """What a computation launches and waits for, with that of the loops, calls and branches in it."""
     for line in parts[name]:
         found = INSTRUCTION.match(line)
-        if found is None or found[1] in FREE or found[1].endswith("-done"):
+        if found is None or found["kind"] in FREE:
             continue
-        if found[1] in ("while", "call", "conditional"):
+        if found["kind"] in ("while", "call", "conditional"):
             for part in PARTS.findall(line):
                 yield from _within(parts, part)
         else:
-            yield found[1], line
+            yield Launch(**found.groupdict(), line=line)
 
 
-@contextlib.contextmanager
-def target(topology: str | None) -> Iterator[jax.sharding.Mesh | None]:
-    """The mesh of one device to compile for, which kvjax takes for the machine's; None is this machine.
+def _beside_fetches(body: Sequence[Launch]) -> list[int]:
+    """For each thing that is brought from the host, how many launches stand between its start and the wait for it.
 
-    Raises KvjaxError where JAX cannot compile for the topology here.
+    Other transfers do not count.
     """
-    if topology is None:
-        yield None
-        return
-    try:
-        there = topologies.get_topology_desc(topology_name=topology, platform="tpu")
-    except Exception as e:  # of any kind, by what is missing
-        first = (str(e).splitlines() or [""])[0]
-        raise KvjaxError(f"cannot compile for {topology!r} ({first:.120}); pip install libtpu") from e
-    jax.clear_caches()
-    with mock.patch.object(jax, "default_backend", return_value="tpu"):
-        yield Mesh([there.devices[0]], ("x",))
-    jax.clear_caches()
+    started: dict[str, int] = {}  # what else had been launched by then
+    launched, found = 0, []
+    for x in body:
+        if x.kind.endswith("-start"):
+            started |= {x.name: launched} if HOST in x.line else {}
+        elif not x.kind.endswith("-done"):
+            launched += 1
+        elif x.first in started and HOST not in x.type:
+            found.append(launched - started[x.first])
+    return found
 
 
 def measured(config: Config, dtype: str, method: str, tokens: int, topology: str | None) -> dict[str, Any]:
@@ -134,28 +143,15 @@ def measured(config: Config, dtype: str, method: str, tokens: int, topology: str
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
     decoding = kvjax.read(model, ids, method, room=NEW).start(max_new_tokens=NEW, loop="while")
     arguments = decoding.arguments() | {"limit": decoding.carry.i}
-    with target(topology) as mesh:
-        if mesh is not None:
-            arguments = {k: x if k in UNTIL._static else jax.tree.map(_there(mesh), x) for k, x in arguments.items()}
-        compiled = UNTIL.lower(**arguments).compile()
-    sizes, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    compiled = compiled_for(topology, UNTIL, arguments) if topology else UNTIL.lower(**arguments).compile()
+    sizes = compiled.memory_analysis()
     found = dataclasses.asdict(Step.of(compiled.as_text()))
     found |= {"device_bytes": sizes.argument_size_in_bytes, "host_bytes": sizes.host_argument_size_in_bytes}
-    found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": int(cost["bytes accessed"])}
+    found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": bytes_counted(compiled)}
     return {"method": method, **found, "bound_bytes": int(decode_bytes(model.config, model.params, 1, tokens))}
 
 
-def _there(mesh: Mesh) -> Any:
-    """Describes an array as one of the same memory on another machine."""
-
-    def described(x: jax.Array) -> jax.ShapeDtypeStruct:
-        kind = "pinned_host" if memory.is_host(x) else "device"
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind))
-
-    return described
-
-
-COLUMNS = ("method", "launches", "fusions", "products", "copies", "touch the host", "before the loop")
+COLUMNS = ("method", "launches", "fusions", "products", "copies", "host", "fetches", "waits", "outside")
 COLUMNS += ("device MB", "host MB", "workspace MB", "counted MB", "bound MB")
 
 
@@ -175,13 +171,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--topology", help="such as v5e:2x2: compile for a TPU that is not there")
+    parser.add_argument("--topology", help="compile for what is not there: h200, or a TPU such as v5e:2x2")
     args = parser.parse_args(argv)
-    if args.topology:
-        os.environ |= ABSENT
     before, results = machine(), []
     config = dataclasses.replace(SHAPES[args.shape], layers=args.layers)
-    measure = functools.partial(alone, measured) if args.topology else measured  # TPU's compiler may end its process
+    measure = functools.partial(alone, measured) if args.topology else measured  # such a compiler may end its process
     for method in args.methods:
         progress(method)
         try:

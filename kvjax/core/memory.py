@@ -25,20 +25,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import compute_on as _compute_on_module
 
+from kvjax.core.kernels.fetch import fetch, fits, gather
 from kvjax.core.types import Array, KvjaxError, pytree
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def _on_host(fun):
-    """`fun`, computed by the host on host operands, its result in device memory (JAX renamed this in 0.11.1)."""
+def _computed(fun, where: str):
+    """`fun`, computed elsewhere than in the device's stream, its result in device memory (JAX renamed this in 0.11.1).
+
+    where: "device_host", by the host on host operands; or "gpu_stream:1", by a GPU beside what it does otherwise.
+    """
     compute_on = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         raise KvjaxError(
             f"JAX {jax.__version__} has no function form of compute_on; install 0.10.2, or 0.11.2 and later"
         )
-    return compute_on(fun, compute_type="device_host", out_memory_spaces=DEVICE)
+    return compute_on(fun, compute_type=where, out_memory_spaces=DEVICE)
 
 
 @pytree
@@ -141,7 +145,7 @@ def add(data: Array, x: Array, slot: Array) -> Array:
 
 def take(x: Array, idx: Array) -> Array:
     """Device arrays: rows idx i32[B 1|K n], in bounds, of x [B K S W] -> [B K n W]."""
-    return _gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
+    return gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
 
 
 def piece(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
@@ -156,9 +160,16 @@ def rows(buf: Buffer, idx: Array) -> Array:
     Indices outside [0, S) are clipped. Call it on the buffer that `append` returned.
     """
     idx = jnp.clip(idx, 0, buf.data.shape[2] - 1)
-    if buf.host:
-        return _value(_on_host(_gather)(buf.data, jax.device_put(idx, HOST)), buf.dtype)
-    return _value(_gather(buf.data, idx), buf.dtype)
+    found = _from_host(buf.data, idx) if buf.host else gather(buf.data, idx)
+    return _value(found, buf.dtype)
+
+
+def _from_host(data: Array, idx: Array) -> Array:
+    """Rows of host data: a GPU reads them itself, beside its other work; for all else the host gathers them."""
+    wanted = jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0"
+    if wanted and fits(data, idx):
+        return _computed(fetch, "gpu_stream:1")(data, idx)
+    return _computed(gather, "device_host")(data, jax.device_put(idx, HOST))
 
 
 def products(buf: Buffer, q: Array) -> Array:
@@ -169,28 +180,18 @@ def products(buf: Buffer, q: Array) -> Array:
     B, K, G, T, H = q.shape
     q = q.reshape(B, K, G * T, H)
     if buf.host:
-        found = _on_host(functools.partial(_products, dtype=buf.dtype))(buf.data, jax.device_put(q, HOST))
+        found = _computed(functools.partial(_products, dtype=buf.dtype), "device_host")(
+            buf.data, jax.device_put(q, HOST)
+        )
     else:
         found = _products(buf.data, q, buf.dtype)
     return found.swapaxes(2, 3).reshape(B, K, G, T, -1)
 
 
 def _products(rows: Array, q: Array, dtype: str) -> Array:
-    """Rows, as bits, with q [B K M H] -> f32[B K S M]; no constants, as in `_gather`."""
+    """Rows, as bits, with q [B K M H] -> f32[B K S M]; no constants, as in `gather`."""
     dims = (((3,), (3,)), ((0, 1), (0, 1)))
     return lax.dot_general(_value(rows, dtype), q, dims, preferred_element_type=jnp.float32)
-
-
-def _gather(x: Array, idx: Array) -> Array:
-    """One bare gather: code that runs on the host admits no constants of the device."""
-    dims = lax.GatherDimensionNumbers(
-        offset_dims=(3,),
-        collapsed_slice_dims=(2,),
-        start_index_map=(2,),
-        operand_batching_dims=(0, 1),
-        start_indices_batching_dims=(0, 1),
-    )
-    return lax.gather(x, idx[..., None], dims, (1, 1, 1, x.shape[3]), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _bits(x: Array) -> Array:

@@ -30,6 +30,8 @@ def product(x: Array, w: Array) -> Array:
         return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE and jax.default_backend() == "cpu":
         return _in_parts(x, w)
+    if jax.default_backend() == "gpu":
+        return (_not_alone(x) @ w)[: len(x)]
     return x @ w
 
 
@@ -64,6 +66,14 @@ def _few_and_narrow(x: Array) -> bool:
 
 
 def _summed(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
-    """A product with sums in float32; one row goes beside another, as XLA's CPU code for a single one is slow."""
-    several = jnp.pad(x, ((0, 1), (0, 0))) if x.shape[0] == 1 else x
-    return lax.dot_general(several, w, dims, preferred_element_type=jnp.float32)[: x.shape[0]]
+    """A product with sums in float32."""
+    return lax.dot_general(_not_alone(x), w, dims, preferred_element_type=jnp.float32)[: len(x)]
+
+
+def _not_alone(x: Array) -> Array:
+    """x [T D], with an empty row behind a single one.
+
+    XLA's CPU code for a single row of narrow numbers is slow, and its GPU code writes every product of a weight with
+    its factor to memory and reads them all again to add them up: three times the bytes of the weights.
+    """
+    return jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 else x

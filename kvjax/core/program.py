@@ -106,9 +106,9 @@ class Program:
         executable, _ = self.compile(**kwargs)
         return executable(**self.traced(kwargs))
 
-    def lower(self, **kwargs):
-        """The lowered program, for looking at."""
-        return self._jit.lower(**kwargs)
+    def lower(self, platform: str | None = None, **kwargs):
+        """The lowered program, for looking at; for this machine or, say, "cuda"."""
+        return self._jit.trace(**kwargs).lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def _compiled(lowered: Any, options: dict[str, Any]) -> Any:

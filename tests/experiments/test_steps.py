@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
-from experiments.bench import process, steps
+from experiments.bench import absent, process, steps
 from kvjax import KvjaxError
+from kvjax.core import memory
+from kvjax.core.program import Program
+from kvjax.run.loop import UNTIL
 
 PROGRAM = """HloModule made_by_hand
 
@@ -36,7 +43,12 @@ PROGRAM = """HloModule made_by_hand
   %m = f32[8]{0} dot(%a, %a), lhs_contracting_dims={0}
   %c = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%m)
   %d = f32[8]{0} copy-done(%c)
+  %h = f32[8]{0:S(5)} get-tuple-element(%t), index=2
+  %g = ((f32[8]{0:S(5)}), f32[4]{0}, u32[]) custom-call-start(%h), custom_call_target="HostExecute"
+  %r = f32[4]{0} custom-call-done(%g)
+  %f = ((f32[8]{0:S(5)}), f32[4]{0}) call-start(%h), to_apply=%fused
   %w = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%inner
+  %q = f32[4]{0} call-done(%f)
   ROOT %out = (s32[], f32[8]{0}) tuple(%x, %d)
 }
 
@@ -51,7 +63,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_a_step_is_the_loops_body_with_the_loops_in_it():
-    assert steps.Step.of(PROGRAM) == steps.Step(launches=4, fusions=1, products=1, copies=1, host=1, host_before=1)
+    """A fusion, a product, three fetches, and an addition in the inner loop, which runs beside the last of them."""
+    want = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
+    assert steps.Step.of(PROGRAM) == want
 
 
 def test_a_program_without_a_loop_is_refused():
@@ -75,13 +89,31 @@ def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, ca
         raise process.Killed("ended")
 
     monkeypatch.setattr(steps, "alone", killed)
-    monkeypatch.setattr(steps, "ABSENT", {})
     steps.main(["--methods", "full", "--topology", "v5e:2x2"])
     told = capsys.readouterr().out.splitlines()
     assert json.loads(told[-1])["results"]["steps"] == [{"method": "full"}]
     assert any(line.count(" - ") == len(steps.COLUMNS) - 1 for line in told)
 
 
-def test_a_machine_that_nobody_knows_is_refused():
-    with pytest.raises(KvjaxError, match="cannot compile for 'v9:1x1'.*; pip install libtpu"), steps.target("v9:1x1"):
-        pass
+def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(monkeypatch):
+    monkeypatch.setattr(absent, "ALONE", {})
+    monkeypatch.setattr(absent.topologies, "get_topology_desc", lambda *args, **more: 1 / 0)
+    for name, remedy in (("v9:1x1", "pip install libtpu"), ("h200", "set JAX_PLATFORMS=cpu")):
+        with pytest.raises(KvjaxError, match=rf"cannot compile for '{name}' \(division by zero\).*{remedy}"):
+            absent.compiled_for(name, UNTIL, {})
+
+
+def test_arguments_of_another_machine_lie_in_the_same_memories():
+    arrays = {"a": jnp.zeros((2, 3)), "b": jax.device_put(jnp.zeros(4, jnp.int8), memory.HOST)}
+    mesh = AbstractMesh((1,), ("x",))
+    found = absent._described(Program(lambda held, n: held, static=("n",)), {"held": arrays, "n": 3}, mesh)
+    assert found["n"] == 3
+    kinds = {name: (x.shape, x.dtype, x.sharding.memory_kind) for name, x in found["held"].items()}
+    assert kinds == {"a": ((2, 3), jnp.float32, "device"), "b": ((4,), jnp.int8, "pinned_host")}
+
+
+def test_bytes_are_counted_for_machines_whose_compiler_does_not_tell():
+    """A product of 64 x 64 with itself: two operands and a result."""
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((64, 64))).compile()
+    silent = mock.Mock(cost_analysis=lambda: None, runtime_executable=compiled.runtime_executable)
+    assert absent.bytes_counted(silent) == absent.bytes_counted(compiled) == 2 * 64 * 64 * 4
