@@ -66,7 +66,7 @@ def progress(text: str) -> None:
 def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Sequence[str], results: Any) -> None:
     """Prints machine, tables and notes for people, then the same numbers as one JSON document on the last line."""
     after = machine()
-    console = Console(width=max(Console().width, 160), highlight=False)
+    console = Console(width=max(Console().width, 180), highlight=False)
     load = f"load {before['load']} before, {after['load']} after"
     versions = ", ".join(f"{k} {after[k]}" for k in ("python", "jax", "torch", "transformers") if after[k])
     console.print(f"{after['processor']}, {after['cores']} cores, {after['device']}; {versions}; {load}")
