@@ -7,6 +7,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,6 +15,8 @@ from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import attention, memory
+from kvjax.core.kernels import products
+from kvjax.core.kernels.packed import Codes
 from kvjax.core.types import Array, KvjaxError, pytree
 
 
@@ -192,8 +195,11 @@ class Kivi(Codec):
     def scores(self, q: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
         S = stored.slots
-        piece = functools.partial(self._piece, stored)
-        held = pieces.scores(q, self.room(S), self._piece_size(stored), piece)
+        if self._has_kernel(q, stored):
+            held = products.scores(q, self.codes(stored), bits=self.bits)
+        else:
+            piece = functools.partial(self._piece, stored)
+            held = pieces.scores(q, self.room(S), self._piece_size(stored), piece)
         newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
         newest = jnp.tile(newest, -(-S // self.places))[..., :S]
         return jnp.where(self._is_settled(stored, S), _resized(held, S, 4), newest)
@@ -201,12 +207,24 @@ class Kivi(Codec):
     def mix(self, p: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
         held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), self.room(stored.slots), 4)
-        piece = functools.partial(self._piece, stored)
-        out = pieces.mix(held, stored.recent.shape[3], self._piece_size(stored), piece)
+        if self._has_kernel(p, stored):
+            out = products.mix(held, self.codes(stored), stored.recent.dtype, bits=self.bits)
+        else:
+            piece = functools.partial(self._piece, stored)
+            out = pieces.mix(held, stored.recent.shape[3], self._piece_size(stored), piece)
         slot = self._held(stored.settled)
         newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
         newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
         return out + attention.mix(newest, stored.recent.astype(jnp.float32))
+
+    def codes(self, stored: Packed) -> Codes:
+        """What kernels read."""
+        return Codes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
+
+    def _has_kernel(self, q: Array, stored: Packed) -> bool:
+        """Whether a kernel multiplies queries or weights [B K G T ...] with the codes here."""
+        readable = self.packed == "tokens" and jax.default_backend() == "gpu"
+        return readable and products.fits(q, self.codes(stored))
 
     def _piece_size(self, stored: Packed) -> pieces.Size:
         """In whole words and whole groups."""

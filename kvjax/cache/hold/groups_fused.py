@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerState
-from kvjax.cache.hold.groups import Kivi, Packed
+from kvjax.cache.hold.groups import Kivi
 from kvjax.cache.read import fused
-from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed
 from kvjax.core.types import Array, Block, Partial
@@ -27,7 +26,7 @@ def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
     k, v, window = layer.k, layer.v, layer.spec.window
     settled = jnp.minimum(state.k.settled, state.v.settled)
     interpret = jax.default_backend() != "gpu"
-    k_codes, v_codes = _codes(state.k), _codes(state.v)
+    k_codes, v_codes = k.codes(state.k), v.codes(state.v)
     S = k_codes.words.shape[2] * k.per
     grow = max(S - state.pos.shape[2], 0)
     pos = jnp.pad(state.pos, [(0, 0), (0, 0), (0, grow)], constant_values=-1)[:, :, :S]
@@ -38,10 +37,6 @@ def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
     pos = jnp.where(inside, jnp.take_along_axis(state.pos, at[:, : state.pos.shape[1]], 2), -1)
     newest = Block(k.rows(state.k, at), v.rows(state.v, at), pos)
     return combine(body, attend_dense(q, newest, q_pos, window))
-
-
-def _codes(stored: Packed) -> packed.Codes:
-    return packed.Codes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
 
 
 fused.register("gpu", fused.Form(fits, read, queries=2))
