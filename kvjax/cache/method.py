@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
+from typing import Any
 
 from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerSpec, Traits
@@ -16,6 +19,7 @@ from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.rescore import Rescore
 from kvjax.cache.select.select import Select
 from kvjax.cache.select.shares import LayerShares
+from kvjax.cache.slot_values import check_hashable, check_kind
 from kvjax.core.attention import Pattern
 from kvjax.core.types import KvjaxError
 
@@ -51,6 +55,9 @@ class Method:
     recipe: str = dataclasses.field(default="", compare=False)  # the string that made it, as `name_of` checks
 
     def __post_init__(self):
+        for slot, kind in _kinds().items():
+            check_kind(slot, getattr(self, slot), kind)
+            check_hashable(slot, getattr(self, slot))
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
         if self.positions not in ("true", "cache"):
@@ -88,3 +95,9 @@ class Method:
         MethodLayer(here, spec).check()
         apart = None if self.apart is None else self.apart.at(spec)
         return MethodLayer(dataclasses.replace(here, apart=apart), spec)
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """What each slot may hold."""
+    return {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "recipe"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from kvjax.core.types import Array, Block, Partial
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
 
 
+@runtime_checkable
 class Pattern(Protocol):
     """Which earlier tokens a prompt's own queries read, by their positions: sparse attention of the prompt."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import kvjax
 from kvjax.cache.given import write
 from kvjax.core.types import KvjaxError
 from kvjax.eval import Spec, compare
-from kvjax.eval.run.identity import identity
+from kvjax.eval.run.identity import identity, identity_now
 from kvjax.methods.strings import named
 from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
 from kvjax.run.plan import specs
@@ -34,9 +36,9 @@ def loud(sign: float) -> Method:
 
 def of_text(text: str) -> Method:
     """The method that a piece of code calls `method`."""
-    module = {"Method": Method, "Scorer": Scorer, "selecting": selecting, "dataclass": dataclasses.dataclass}
-    exec(text, module | {"__name__": "a_notebook"}, found := {})
-    return found["method"]
+    known = {"Method": Method, "Scorer": Scorer, "selecting": selecting, "dataclass": dataclasses.dataclass}
+    exec(text, known := known | {"__name__": "__main__"})
+    return known["method"]
 
 
 CODE = """
@@ -66,6 +68,77 @@ def test_a_method_of_ones_own_is_known_by_its_code():
     ]:
         assert identity(of_text(CODE.format(field=field, body=body))) != first
     assert identity(loud(1.0)) == identity(loud(1.0)) != identity(loud(-1.0))
+
+
+GLOBAL = """
+{value}
+@dataclass(frozen=True)
+class Own(Scorer):
+    def scores(self, block, seen, spec):
+        return {read}
+method = Method(select=selecting(Own(), 8))
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "read"),
+    [
+        ("x = {'sign': 1}", "x = {'sign': 2}", "x['sign']"),
+        ("x = [1, (2, 3)]", "x = [1, (2, 4)]", "x[1]"),
+        ("import numpy; x = numpy.arange(3)", "import numpy; x = numpy.arange(4)", "x"),
+    ],
+)
+def test_a_method_of_ones_own_is_known_by_the_variables_of_its_module(one, other, read):
+    first, second = (identity(of_text(GLOBAL.format(value=value, read=read))) for value in (one, other))
+    assert first == identity(of_text(GLOBAL.format(value=one, read=read)))
+    assert first != second
+
+
+def test_a_method_of_ones_own_is_known_by_modules_that_help_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def told(body: str, text: str) -> str:
+        (tmp_path / "a_helper.py").write_text(f"def helped(x):\n    return {body}\n")
+        monkeypatch.delitem(sys.modules, "a_helper", raising=False)
+        importlib.invalidate_caches()
+        return identity(of_text(text))
+
+    for value, read in (("from a_helper import helped", "helped(1)"), ("import a_helper", "a_helper.helped(1)")):
+        text = GLOBAL.format(value=value, read=read)
+        assert told("x + 1", text) == told("x + 1", text) != told("x - 100", text)
+
+
+def test_a_method_of_ones_own_is_known_by_all_its_fields():
+    fields = "sign: float = __import__('dataclasses').field(default={}, compare=False)"
+    one, other = (CODE.format(field=fields.format(n), body="self.sign") for n in (1.0, 2.0))
+    assert identity(of_text(one)) == identity(of_text(one)) != identity(of_text(other))
+    tuples = [CODE.format(field=f"powers = (1, {n})", body="self.powers") for n in (2, 3)]
+    assert identity(of_text(tuples[0])) != identity(of_text(tuples[1]))
+
+
+SIGN = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Signed(Scorer):
+    """Tokens with large or small values matter, as a variable of this module says."""
+
+    def scores(self, block, seen, spec):
+        return by_tokens(SIGN * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+
+
+def test_programs_of_another_method_of_the_same_name_are_forgotten(monkeypatch):
+    """A compiled program holds what the variable was."""
+    model, method = toy_model(layers=1), Method(select=selecting(Signed(), 6))
+
+    def kept() -> list[int]:
+        identity_now(method)
+        ids = np.arange(20)[None]
+        return kvjax.read(model, ids, method).kept_positions()[0][0][0].tolist()
+
+    large = kept()
+    monkeypatch.setattr(sys.modules[__name__], "SIGN", -1.0)
+    assert not set(kept()) & set(large)
 
 
 def test_a_table_is_known_by_its_content(tmp_path):

@@ -36,19 +36,19 @@ class Codec:
 
     def encode(self, x: Array, pos: Array) -> Any:
         """x [B K S H], pos i32[B 1|K S] -> stored."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
 
     def decode(self, stored: Any) -> Array:
         """stored -> [B K S H], in device memory."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
     def write(self, stored: Any, x: Array, at: Array) -> Any:
         """Puts x [B K T H] into the slots from at i32[B 1|K] on; an `at` per head only where `any_slot`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `write`")
 
     def rows(self, stored: Any, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H] in device memory; only these move."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `rows`")
 
     def load(self, stored: Any) -> Any:
         """stored, in device memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,7 @@ from kvjax.core.types import Array, Block
 SMALL = 1e-6  # the least norm of a key that is divided by
 
 
+@runtime_checkable
 class Merge(Protocol):
     """The `merge` slot of a method: keys and values of lost tokens go into kept ones."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvjax.core.types import Array, KvjaxError
 
@@ -17,6 +17,7 @@ class Units(NamedTuple):
     candidates: Array  # bool[B U], those that no head keeps for their score
 
 
+@runtime_checkable
 class Represent(Protocol):
     """Which of the lost units are kept after all, to stand for the others."""
 

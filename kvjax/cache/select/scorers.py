@@ -34,7 +34,7 @@ class Scorer:
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         """Scores of query heads, and those by which a key/value head chooses; see `by_heads` and `by_tokens`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
 
     def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, spec: LayerSpec) -> Array:
         """f32[B K T]: see `ProbedLayer.look`; of scorers with a `probe`."""

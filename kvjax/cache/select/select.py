@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,6 +60,12 @@ class Select:
     unit: Unit = Token()
     per: str = "head"
 
+    def __post_init__(self):
+        if isinstance(self.scorer, type):
+            raise KvjaxError(
+                f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
+            )
+
     def at(self, spec: LayerSpec) -> Select:
         """The selection in one layer; raises KvjaxError for a layer that its budget does not fit."""
         return dataclasses.replace(self, budget=self.budget.at(spec))
@@ -104,7 +111,7 @@ class Select:
         """
         S = block.k.shape[2]
         check(block.pos, keep, slots, self.sinks, self.recent, self.unit)
-        scores = self.scorer.scores(block, seen, spec)
+        scores = self._scored(block, seen, spec)
         self._check_scores(scores, block)
         part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
         by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
@@ -124,6 +131,19 @@ class Select:
         if share is not None:
             slots = min(S, slots + (spec.kv_heads - 1) * max(slots - self.sinks - self.recent, 0))
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
+
+    def _scored(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        """What the scorer says; raises KvjaxError where it looks at queries that it has not asked for."""
+        try:
+            return self.scorer.scores(block, seen, spec)
+        except AttributeError as e:
+            if seen is None and isinstance(e.obj, types.NoneType):
+                name = type(self.scorer).__name__
+                raise KvjaxError(
+                    f"{name}.scores reads `seen.{e.name}`, and {name} asks for nothing to be seen; say `queries = 32` "
+                    "in its class (so many last queries), or None (all of them)"
+                ) from e
+            raise
 
     def _check_scores(self, scores: Any, block: Block) -> None:
         """Raises KvjaxError unless each key/value head scores each token of each row.

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
-from kvjax.eval.run.identity import identity
+from kvjax.eval.run.identity import identity_now
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
@@ -129,7 +129,7 @@ def check_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]
 
 def check_unchanged(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
     """What each name stands for, compared with what it stood for when the store's records were made."""
-    meant = {name: identity(method) for name, method in methods.items()}
+    meant = {name: identity_now(method) for name, method in methods.items()}
     for r in store.records:
         if r.get("meant") and r["meant"] != meant.get(r["method"], r["meant"]):
             raise KvjaxError(

@@ -6,12 +6,31 @@ import dataclasses
 import hashlib
 import json
 import re
+import sys
+import sysconfig
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvjax.core import program
+
 OURS = "kvjax"
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_SEEN: dict[Any, str] = {}
+
+
+def identity_now(method: Any) -> str:
+    """The identity of a method; where an equal one had another, what was compiled for that is forgotten.
+
+    A compiled program holds what a module's variables were when it was made.
+    """
+    now = identity(method)
+    if _SEEN.setdefault(method, now) != now:
+        program.forget()
+        _SEEN[method] = now
+    return now
 
 
 def identity(method: Any) -> str:
@@ -26,9 +45,12 @@ def _said(value: Any, seen: set[int]) -> Any:
     seen = seen | {id(value)}
     if isinstance(value, type | types.FunctionType):
         return _code(value, seen)
+    if isinstance(value, types.ModuleType):
+        file = getattr(value, "__file__", None)
+        return [value.__name__, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""]
     if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.compare}
-        return [_code(type(value), seen), {name: _said(x, seen) for name, x in fields.items()}]
+        told = [f.name for f in dataclasses.fields(value) if f.compare or not _is_kvjaxs(type(value).__module__)]
+        return [_code(type(value), seen), {name: _said(getattr(value, name, None), seen) for name in told}]
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     if isinstance(value, list | tuple):
@@ -45,15 +67,14 @@ def _said(value: Any, seen: set[int]) -> Any:
 
 def _code(what: type | types.FunctionType, seen: set[int]) -> Any:
     """The name of a class or function, and, unless it is kvjax's, what it does."""
-    module = what.__module__ or ""  # none of what a text was run for
-    name = f"{module}.{what.__qualname__}"
-    if module.split(".")[0] == OURS:
+    name = f"{what.__module__ or ''}.{what.__qualname__}"  # no module where a text was run
+    if _is_kvjaxs(what.__module__):
         return name
     if isinstance(what, types.FunctionType):
         return [name, _function(what, seen)]
     own = {key: getattr(x, "__func__", getattr(x, "fget", x)) for key, x in vars(what).items()}
     functions = {key: _function(x, seen) for key, x in own.items() if isinstance(x, types.FunctionType)}
-    values = {key: x for key, x in own.items() if isinstance(x, int | float | str) and not key.startswith("__")}
+    values = {key: _said(x, seen) for key, x in own.items() if _is_data(x) and not key.startswith("__")}
     bases = [_code(base, seen) for base in what.__bases__ if base is not object]
     return [name, functions, values, bases]
 
@@ -67,15 +88,36 @@ def _function(function: types.FunctionType, seen: set[int]) -> Any:
 def _body(code: types.CodeType, known: dict[str, Any], seen: set[int]) -> Any:
     """Instructions and constants of a function, and what it uses of the module in which it was written."""
     constants = [_body(c, known, seen) if isinstance(c, types.CodeType) else _said(c, seen) for c in code.co_consts]
-    used = [_said(known[n], seen) for n in code.co_names if _is_of(known.get(n), known.get("__name__"))]
+    used = [_said(known[n], seen) for n in code.co_names if _is_ones_own(known.get(n))]
     return [code.co_code.hex(), code.co_names, constants, used]
 
 
-def _is_of(value: Any, module: str | None) -> bool:
-    """Whether a value is a number or a text, or a function or class of the module itself."""
+def _is_ones_own(value: Any) -> bool:
+    """Whether a value is data, or a module, function or class that is neither kvjax's nor installed."""
+    if isinstance(value, types.ModuleType):
+        return not _is_installed(value.__name__)
     if isinstance(value, type | types.FunctionType):
-        return value.__module__ == module
-    return isinstance(value, int | float | str)
+        return not _is_installed(value.__module__)
+    return _is_data(value)
+
+
+def _is_data(value: Any) -> bool:
+    plain = isinstance(value, int | float | str | bytes | list | tuple | dict | set | frozenset)
+    return plain or (hasattr(value, "__array__") and not isinstance(value, type))
+
+
+def _is_kvjaxs(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == OURS
+
+
+def _is_installed(module: str | None) -> bool:
+    """Whether a module is kvjax's, built in, or of an installed package; a script or notebook is not."""
+    if not module or module == "__main__":
+        return False
+    if _is_kvjaxs(module) or module in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and file.startswith(INSTALLED)
 
 
 def _without_addresses(text: str) -> str:
