@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.contract import Cache, KVMethod
-from kvjax.core import arguments
-from kvjax.core.types import KvjaxError
+from kvjax.cache.contract import Cache, KVMethod, LayerState
+from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.slot_values import uncompared
+from kvjax.core import arguments, memory
+from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run.calls import extend, logits, prefill
@@ -19,8 +24,12 @@ from kvjax.run.generate import generate
 from kvjax.run.planned import planned_bytes
 
 STEPS = 6  # tokens that are decoded one by one
+FED = (3, 1, 2)  # tokens that rows are fed at once
+ALIKE = 0.2  # the least mean cosine of what is held with what it stands for; codes of one bit have 0.6
 NEAR = {4: 1e-3, 2: 5e-2}
 """What logits of two programs may differ by, as a share of the greatest, by the bytes of the model's numbers."""
+OTHER_CODES = 20
+"""Times as much where a number on the edge between two codes may be rounded to the other one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +65,32 @@ def check_method(method: str | KVMethod, model: Model, *, length: int = 90, seed
     """Tries a method on random prompts of a small model, and raises KvjaxError with the first rule that it breaks.
 
     model: any, best one of two layers (`kvjax.testing.toy_model`). length: tokens of the longest prompt; it must be
-    beyond the method's budget for anything to leave. The rules: scores are numbers; a head holds each token once, no
-    token from beyond the text, the newest one always, and all of them where the method's traits say that it evicts
-    none; a row does not depend on its neighbours, nor on padding; a step keeps shapes, dtypes and places; logits are
-    finite, and those of the full cache where the traits say so; bytes are the planned ones; every decode loop makes
-    the same tokens.
+    beyond the method's budget for anything to leave. The rules: methods that compare equal are equal; scores are
+    numbers; a step keeps shapes, dtypes and places; a head holds each token once, no token from beyond the text, the
+    newest one always, and all of them where the method's traits say that it evicts none; a codec gives the rows that
+    it decodes, and what it holds is like the keys and values of the tokens at those positions; a row does not depend on
+    its neighbours, nor on padding, nor on how many tokens others are fed; logits are finite, and those of the full
+    cache where the traits say so; bytes are the planned ones; every decode loop makes the same tokens (of a model in
+    float32: rounding in 16 bits may tell two apart).
     """
     method = method_of(method)
     arguments.integer("length", length, 3)
     rng = np.random.default_rng(arguments.integer("seed", seed, 0))
 
     def ids(count: int) -> list[int]:
-        return rng.integers(0, model.config.vocab_size, count).tolist()
+        """Different ones while there are any: scores of a token that comes twice tie but for rounding."""
+        rounds = -(-count // model.config.vocab_size)
+        return np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)])[:count].tolist()
 
-    tried = _Tried(model, method, [ids(length), ids(1), ids(2 * length // 3)], [ids(STEPS) for _ in range(3)])
+    lengths = (length, 1, 2 * length // 3)
+    texts = [ids(n + STEPS) for n in lengths]
+    tried = _Tried(model, method, [text[:-STEPS] for text in texts], [text[-STEPS:] for text in texts])
     if method.traits.evicts and not _any_left(tried):
         raise KvjaxError(
             f"{name_of(method)} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
             "leaves; check it with a greater `length`, or a smaller budget"
         )
-    for rule in (_scores, _types, _numbers, _tokens, _rows, _exact, _bytes, _loops):
+    for rule in (_fields, _scores, _types, _numbers, _tokens, _codecs, _likeness, _rows, _exact, _bytes, _loops):
         if broken := rule(tried):
             raise KvjaxError(f"{name_of(method)} breaks a rule of methods: {broken}")
 
@@ -85,6 +100,12 @@ def _any_left(tried: _Tried) -> bool:
     _, cache = tried.walk[0]
     longest = [rows[0] for rows in kept_positions(cache)]
     return any(len(head) < len(tried.prompts[0]) for heads in longest for head in heads)
+
+
+def _fields(tried: _Tried) -> str:
+    for field in uncompared("method", tried.method):
+        return f"{field} is not compared, so that methods which differ there share one compiled program"
+    return ""
 
 
 def _scores(tried: _Tried) -> str:
@@ -139,27 +160,112 @@ def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> s
             return f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False"
         if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
             return f"head {head} has no empty slot for the next token: the policy must let one go"
-    if decoded and not (heads == length - 1).any():
-        return "no head holds the newest token"
+        if decoded and length - 1 not in positions:
+            return f"head {head} does not hold the newest token"
+    return ""
+
+
+def _codecs(tried: _Tried) -> str:
+    for t in (0, STEPS):
+        _, cache = tried.walk[t]
+        for i, (layer, state) in enumerate(_by_slots(cache)):
+            for name, codec, stored in (("keys", layer.k, state.k), ("values", layer.v, state.v)):
+                if wrong := _wrongly_held(tried, codec, stored, np.asarray(state.pos)):
+                    return f"in layer {i}, after step {t}, of the {name}, {wrong}"
+    return ""
+
+
+def _by_slots(cache: Cache) -> list[tuple[MethodLayer, LayerState]]:
+    """The layers of a kvjax.Method, with their states."""
+    both = zip(cache.plan, cache.layers, strict=True)
+    return [(layer, state) for layer, state in both if isinstance(layer, MethodLayer)]
+
+
+def _wrongly_held(tried: _Tried, codec: Codec, stored: Any, pos: np.ndarray) -> str:
+    """What is the matter with what a codec gives of the slots at positions [B 1|K S]."""
+    every = codec.decode(stored)
+    B, _, S = pos.shape
+    want = (B, tried.model.config.kv_heads, S, tried.model.config.head_dim)
+    if every.shape != want or not jnp.issubdtype(every.dtype, jnp.floating):
+        return f"{type(codec).__name__}.decode gives {jax.typeof(every)}, and must give floats [B K S H], here {want}"
+    idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), want[:3])
+    rows = codec.rows(stored, idx)
+    if rows.shape != want:
+        return f"{type(codec).__name__}.rows gives {jax.typeof(rows)}, and must give [B K n H], here {want}"
+    held = np.broadcast_to(pos >= 0, want[:3])
+    every, rows = (np.asarray(x, np.float32)[held] for x in (every, rows))
+    if every.size and not _near(tried, rows, every):
+        return f"{type(codec).__name__}.rows gives other rows than {type(codec).__name__}.decode"
+    return ""
+
+
+def _likeness(tried: _Tried) -> str:
+    """In the first layer, where keys and values are those of the full cache under any method."""
+    full = dataclasses.replace(tried, method=method_of("full"))
+    for t in (0, STEPS):
+        first, wanted = (_by_slots(x.walk[t][1])[:1] for x in (tried, full))
+        for (layer, state), (_, exact) in zip(first, wanted, strict=False):
+            values = layer.v.decode(state.v), memory.unpack(exact.v)
+            sides = {"values": values}
+            if tried.method.positions == "true":
+                sides["keys"] = layer.keys(state.k, state.pos), memory.unpack(exact.k)
+            for name, (held, true) in sides.items():
+                if wrong := _unlike(tried, np.asarray(state.pos), held, true):
+                    return f"after step {t}, the {name} that the first layer holds {wrong}"
+    return ""
+
+
+def _unlike(tried: _Tried, pos: np.ndarray, held: Array, true: Array) -> str:
+    """How rows held [B K S H] at positions [B 1|K S] differ from the true ones [B K S' H], the slot a position."""
+    held, true = (np.asarray(x, np.float32) for x in (held, true))
+    pos = np.broadcast_to(pos, held.shape[:3])
+    wanted = np.take_along_axis(true, np.maximum(pos, 0)[..., None], 2)
+    norms = np.linalg.norm(held, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    alike = (held * wanted).sum(-1) / np.maximum(norms, 1e-30)
+    for row, prompt in enumerate(tried.prompts):
+        there, fresh = pos[row] >= 0, pos[row] >= len(prompt)
+        for what, which in (("", there), (" that were decoded", fresh)):
+            if which.any() and alike[row][which].mean() < ALIKE:
+                found = alike[row][which].mean()
+                return f"are not those of the tokens at their positions in row {row}{what} (mean cosine {found:.2f})"
     return ""
 
 
 def _rows(tried: _Tried) -> str:
-    (_, together), (want, together_later) = tried.walk[:2]
-    for row in (0, 2):
-        alone = tried.read([row])
-        out, alone_later = tried.step([row], alone, 0)
-        for mine, every in ((alone, together), (alone_later, together_later)):
-            for i, (here, there) in enumerate(zip(kept_positions(mine), kept_positions(every), strict=True)):
-                if not all(map(np.array_equal, here[0], there[row])):
-                    return f"row {row} holds other tokens in layer {i} when it is read alone than beside others"
-        if not _near(tried, out[0], want[row]):
-            return f"row {row} has other logits when it is read alone than beside others"
+    for row in range(3):
+        alone = [(None, tried.read([row]))]
+        for t in range(STEPS):
+            alone.append(tried.step([row], alone[-1][1], t))
+        for t, (mine, every) in enumerate(zip(alone, tried.walk, strict=True)):
+            if wrong := _differs(tried, row, mine, every):
+                return f"{wrong} when it is read alone than beside others, after step {t}"
+        fed = [tried.following[i][: FED[i]] for i in range(3)]
+        some = _fed(tried, [0, 1, 2], tried.walk[0][1], fed)
+        if wrong := _differs(tried, row, _fed(tried, [row], alone[0][1], [fed[row]]), some, FED[row] - 1):
+            return f"{wrong} when it is fed alone than beside rows that are fed {sorted(set(FED))} tokens"
     return ""
 
 
-def _near(tried: _Tried, x: np.ndarray, y: np.ndarray) -> bool:
-    return np.abs(x - y).max() <= NEAR[tried.model.dtype.itemsize] * np.abs(y).max()
+def _fed(tried: _Tried, rows: list[int], cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
+    """(logits [B T V], the cache) after so many tokens of each of these rows at once."""
+    out, cache = extend(tried.model, tokens, cache)
+    return np.asarray(out, np.float32), cache
+
+
+def _differs(tried: _Tried, row: int, mine: Any, every: Any, last: int | None = None) -> str:
+    """In what a row alone, (logits, cache), is not that row beside others; last: which of its tokens is the last."""
+    for i, (here, there) in enumerate(zip(kept_positions(mine[1]), kept_positions(every[1]), strict=True)):
+        if not all(map(np.array_equal, here[0], there[row])):
+            return f"row {row} holds other tokens in layer {i}"
+    if mine[0] is None:
+        return ""
+    at = (slice(None),) if last is None else (last,)
+    alike = _near(tried, mine[0][0][at], every[0][row][at], OTHER_CODES)
+    return "" if alike else f"row {row} has other logits"
+
+
+def _near(tried: _Tried, x: np.ndarray, y: np.ndarray, times: int = 1) -> bool:
+    return np.abs(x - y).max() <= times * NEAR[tried.model.dtype.itemsize] * np.abs(y).max()
 
 
 def _exact(tried: _Tried) -> str:
@@ -188,6 +294,9 @@ def _bytes(tried: _Tried) -> str:
 
 
 def _loops(tried: _Tried) -> str:
+    if tried.model.dtype.itemsize < 4:
+        return ""
+
     def tokens(loop: str) -> list[list[int]]:
         how = {"max_new_tokens": STEPS, "eos_ids": (), "loop": loop}
         return generate(tried.model, tried.prompts, tried.method, **how).tokens

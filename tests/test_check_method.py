@@ -11,6 +11,7 @@ import pytest
 
 from kvjax import KvjaxError, conformance
 from kvjax.cache.contract import Traits
+from kvjax.core import memory
 from kvjax.core.types import Block
 from kvjax.parts import Codec, Method, Policy, Scorer, by_tokens, selecting
 from kvjax.testing import check_method, toy_model
@@ -56,14 +57,22 @@ class Window(Policy):
         newest = length - 1 - jnp.arange(min(slots, self.recent), dtype=jnp.int32)[None, None]
         if self.fault == "one token twice":
             newest = newest.at[..., 1].set(newest[..., 0])
+        if self.fault == "the newest of one head":
+            newest = jnp.broadcast_to(newest, (len(newest), 2, newest.shape[2]))
         return jnp.where(newest >= 0, newest, -1), None
 
     def after(self, layer, state, weights, q_pos):
         full = (state.pos >= 0).all(2, keepdims=True)
-        oldest = state.pos == state.pos.min(2, keepdims=True)
+        if self.fault == "a neighbour that is full":
+            full = full.any(0, keepdims=True)
+        oldest = state.pos == jnp.where(state.pos >= 0, state.pos, 2**30).min(2, keepdims=True)
         leaves = full & oldest & (self.fault != "nothing leaves")
+        if self.fault == "the newest of one head":
+            newest = state.pos == state.pos.max(2, keepdims=True)
+            leaves = leaves.at[:, 1].set((full & newest)[:, 1])
         later = 100 * (self.fault == "positions of the future")
-        return jnp.where(leaves, -1, jnp.where(state.pos >= 0, state.pos + later, -1)), None
+        pos = jnp.where(leaves, -1, jnp.where(state.pos >= 0, state.pos + later, -1))
+        return (jnp.sort(pos, 2) if self.fault == "positions of other tokens" else pos), None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +160,64 @@ class Poison(Codec):
         return stored.at[jnp.arange(x.shape[0])[:, None], :, at].set(x.swapaxes(1, 2))
 
 
+@dataclasses.dataclass(frozen=True)
+class Half(Codec):
+    """Rows in half precision; `fault` is what is wrong with it."""
+
+    fault: str = ""
+
+    def encode(self, x, pos):
+        return memory.pack(x.astype(jnp.float16))
+
+    def decode(self, stored):
+        held = memory.unpack(stored).astype(jnp.float32)
+        return {"one token": held[:, :, :1], "whole numbers": held.astype(jnp.int32)}.get(self.fault, held)
+
+    def write(self, stored, x, at):
+        return stored if self.fault == "nothing new" else memory.append(stored, x.astype(jnp.float16), at)
+
+    def rows(self, stored, idx):
+        return memory.rows(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
+
+
+def halves(fault: str) -> Method:
+    return Method(k=Half(fault), v=Half(fault))
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncompared(Norms):
+    """Tokens with large or small values matter, by a number that is not compared."""
+
+    sign: float = dataclasses.field(default=1.0, compare=False)
+
+
 FAULTY = {
+    "a field that is not compared": (
+        Method(select=selecting(Uncompared(), 6)),
+        "method.select.scorer.sign is not compared, so that methods which differ there share one compiled program",
+    ),
+    "a token for all": (
+        halves("one token"),
+        r"of the keys, Half.decode gives float32\[3,2,1,8\], and must give floats \[B K S H\], here \(3, 2, .*, 8\)",
+    ),
+    "whole numbers": (halves("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
+    "rows of other tokens": (halves("the row before"), "of the keys, Half.rows gives other rows than Half.decode"),
+    "nothing is written": (
+        halves("nothing new"),
+        "after step 6, the values that the first layer holds are not those of .* that were decoded .mean cosine",
+    ),
+    "positions of other tokens": (
+        Method(decode=Window(4, "positions of other tokens")),
+        "after step 6, the values that the first layer holds are not those of the tokens at their positions",
+    ),
+    "the newest of one head": (
+        Method(decode=Window(4, "the newest of one head")),
+        "in layer 0, row 0, after step .*, head 1 does not hold the newest token",
+    ),
+    "a neighbour that is full": (
+        Method(decode=Window(4, "a neighbour that is full")),
+        "row 1 holds other tokens in layer 0 when it is read alone than beside others, after step 1",
+    ),
     "a score that is no number": (
         Method(select=selecting(Norms("a score that is no number"), 6)),
         "Norms.scores gives NaN, which would win over every number",
