@@ -81,8 +81,18 @@ def test_what_is_no_saved_context_says_so(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(KvjaxError, match=r"a damaged one \(not an archive of arrays\); save it again"):
             kvjax.resume(MODEL, path)
-    with pytest.raises(FileNotFoundError):
-        kvjax.resume(MODEL, tmp_path / "none")
+    for unreadable in (tmp_path / "none", tmp_path):
+        with pytest.raises(
+            KvjaxError, match=rf"cannot read {unreadable} \(.* directory\); give the path of a file that"
+        ):
+            kvjax.resume(MODEL, unreadable)
+
+
+def test_where_no_context_can_be_saved_the_given_path_is_named(tmp_path):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    for path in (tmp_path / "none" / "context", tmp_path):
+        with pytest.raises(KvjaxError, match=f"cannot write {path}"):
+            context.save(path)
 
 
 def test_a_later_version_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -23,11 +24,15 @@ def text_of(path: Path, called: str) -> str:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which takes the place of `path` once all of it is on disk.
 
-    Whatever goes wrong before leaves `path` as it was, and nothing beside it.
+    Whatever goes wrong before leaves `path` as it was, and nothing beside it. Raises KvjaxError for a path at which no
+    file can be made.
     """
-    fresh = path.with_name(path.name + ".partial")
+    if path.is_dir():
+        raise KvjaxError(f"cannot write {path}, which is a folder; give the path of a file in it")
+    fresh = path.parent / f".kvjax-{secrets.token_hex(8)}.partial"  # not tempfile: its files are their owner's alone
+    file = _created(fresh, path)
     try:
-        with fresh.open("wb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -36,3 +41,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             fresh.unlink(missing_ok=True)
         raise
+
+
+def _created(fresh: Path, path: Path) -> BinaryIO:
+    """A new file that shall become `path`; raises KvjaxError, by that path, where there can be none."""
+    try:
+        return fresh.open("xb")
+    except OSError as e:
+        raise KvjaxError(
+            f"cannot write {path} ({e.strerror}); give a path in a folder that exists and may be written"
+        ) from e

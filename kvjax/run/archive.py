@@ -7,7 +7,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,7 @@ def write(
 
 def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(the header, the arrays); raises KvjaxError for a damaged file, one of another kind and one of another model."""
-    with Path(path).open("rb") as raw:
+    with _opened(Path(path)) as raw:
         if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
             raise _damaged(path, "not an archive of arrays")
         raw.seek(0)
@@ -70,6 +70,14 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
             raise
         except Exception as e:  # what the readers of archives raise at changed bits is of any kind
             raise _damaged(path, str(e)) from e
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, to be read; raises KvjaxError where there is none."""
+    try:
+        return path.open("rb")
+    except OSError as e:
+        raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
 
 
 def _damaged(path: str | Path, why: str) -> KvjaxError:

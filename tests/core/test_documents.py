@@ -44,3 +44,24 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     with replacing(path) as file:
         file.write(b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_replaced_leaves_the_others_of_its_folder(tmp_path):
+    path, other = tmp_path / "file", tmp_path / "file.partial"
+    other.write_bytes(b"mine")
+    with replacing(path) as file:
+        file.write(b"new")
+    with pytest.raises(OSError, match="full"), replacing(path):
+        raise OSError("full")
+    assert other.read_bytes() == b"mine" and path.read_bytes() == b"new"
+    assert set(tmp_path.iterdir()) == {path, other} and path.stat().st_mode == other.stat().st_mode
+
+
+def test_where_no_file_can_be_made_the_path_is_named(tmp_path):
+    for path, why in (
+        (tmp_path / "none" / "file", r"\(No such file or directory\); give a path in a folder that exists"),
+        (tmp_path, "which is a folder; give the path of a file in it"),
+    ):
+        with pytest.raises(KvjaxError, match=f"cannot write {path},? {why}") as e, replacing(path):
+            pass
+        assert "partial" not in str(e.value) and not list(tmp_path.iterdir())
