@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from rich.console import Console
@@ -92,7 +93,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 1 for a checkpoint that is refused, 2 where files cannot be used."""
+    """Runs one command; returns the exit status: 1 for a checkpoint that is refused, 2 where files cannot be used.
+
+    130 where it was interrupted.
+    """
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the locale
     args = parser().parse_args(argv)
     try:
         Console(soft_wrap=True, markup=False, highlight=False).print(args.run(args))
@@ -103,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.core.lock import Busy
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, RopeScaling, checkpoint
 from kvjax.models.model import random_model
@@ -154,6 +156,90 @@ def test_a_file_in_the_way_is_not_replaced(tmp_path, params):
     (tmp_path / "model").write_text("mine")
     with pytest.raises(KvjaxError, match="not a kvjax checkpoint, so it is not replaced"):
         checkpoint.save(tmp_path / "model", CONFIG, params, replace=True)
+
+
+def test_what_lies_beside_is_the_users_own(tmp_path, saved, params):
+    names = [f"model{end}" for end in (".partial", ".old", ".joined", ".lock")]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    checkpoint.save(saved, CONFIG, params, replace=True)
+    with pytest.raises(RuntimeError), checkpoint.Writer(saved, CONFIG, "float32", replace=True):
+        raise RuntimeError
+    assert [(tmp_path / name / "mine").read_text() for name in names] == ["mine"] * 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["model", *names])
+
+
+@pytest.fixture
+def link(tmp_path):
+    """A link to a place in a folder of its own, where nothing is yet."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch/model")
+    return tmp_path / "link"
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "model"])
+def test_a_link_is_followed(link, params, there):
+    if there == "empty":
+        link.resolve().mkdir()
+    if there == "model":
+        checkpoint.save(link.resolve(), CONFIG, jax.tree.map(lambda x: 2 * x, params))
+    checkpoint.save(link, CONFIG, params, replace=there == "model")
+    assert link.is_symlink() and not (link.parent / "scratch" / "model").is_symlink()
+    assert_same(checkpoint.restore(link.parent / "scratch" / "model")[1], params)
+    assert [p.name for p in link.resolve().parent.iterdir()] == ["model"]
+    assert sorted(p.name for p in link.parent.iterdir()) == ["link", "scratch"]
+
+
+def test_a_link_to_itself_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(KvjaxError, match="leads back to itself"):
+        checkpoint.Writer(tmp_path / "link", CONFIG, "float32")
+
+
+def written(directory, params):
+    """A writer that has only to put what is written into its place."""
+    writer = checkpoint.Writer(directory, CONFIG, "float32", replace=True)
+    writer.__enter__()
+    for name, x in params.items():
+        writer.put(name, x)
+    return writer
+
+
+def test_one_process_at_a_time_writes_a_directory_under_whichever_name(link, params):
+    writer, other = written(link, params), checkpoint.Writer(link.resolve(), CONFIG, "float32")
+    with pytest.raises(Busy, match="another process writes .*scratch/model; wait"):
+        other.__enter__()
+    writer.__exit__(None, None, None)
+    assert_same(checkpoint.restore(link)[1], params)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_replacement_that_fails_at_the_last_step_leaves_the_old_one(saved, params, monkeypatch, error):
+    rename = type(saved).rename
+
+    def fails(self, target):
+        if self.name == "new":
+            raise error
+        return rename(self, target)
+
+    writer = written(saved, jax.tree.map(lambda x: 2 * x, params))
+    monkeypatch.setattr(type(saved), "rename", fails)
+    with pytest.raises(error):
+        writer.__exit__(None, None, None)
+    assert_same(checkpoint.restore(saved)[1], params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+def test_what_was_set_aside_by_a_killed_replacement_goes_back(saved, params):
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    writer = written(saved, doubled)
+    saved.rename(writer._old)
+    os.close(writer._lock)  # as when the process ends here
+    with pytest.raises(KvjaxError, match="exists"):
+        checkpoint.save(saved, CONFIG, doubled)
+    assert_same(checkpoint.restore(saved)[1], params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
 
 
 def largest_file(folder):

@@ -24,8 +24,8 @@ def killed_at(source: Path, out: Path, seconds: float, processes) -> None:
     """Converts in a process of its own and kills it so long after it has begun to write."""
     process = processes.Process(target=convert, args=(source, out))
     process.start()
-    partial = out.with_name(out.name + ".partial")
-    while process.is_alive() and not partial.exists():
+    left = set(out.parent.glob(".kvjax-*"))
+    while process.is_alive() and not set(out.parent.glob(".kvjax-*-*")) - left:
         time.sleep(0.001)
     process.join(seconds)
     process.kill()

@@ -81,12 +81,12 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline()  # one part is written
         with (
-            pytest.raises(Busy, match="another process writes .*out.partial; wait until it is done"),
+            pytest.raises(Busy, match="another process writes .*/out; wait until it is done"),
             checkpoint.Writer(tmp_path / "out", read(tiny)[0], "float32"),
         ):
             pass
         process.kill()
-    assert (tmp_path / "out.partial" / "params").is_dir()
+    (left,) = tmp_path.glob(".kvjax-*/new/params")
     for _ in range(100):  # the lock ends with the process
         try:
             packaged.convert(tiny, tmp_path / "out")
@@ -94,7 +94,7 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
         except Busy:
             time.sleep(0.1)
     checkpoint.restore(tmp_path / "out")
-    assert not (tmp_path / "out.partial").exists()
+    assert not left.exists() and not list(tmp_path.glob(".kvjax-*"))
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):

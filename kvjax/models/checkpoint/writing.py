@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kvjax.core.lock import is_same, locked
+from kvjax.core.lock import claim, is_same
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, digest_of, part_names
+
+NEW, OLD = "new", "old"  # in the folder of a write: what is written, and what was there before
 
 
 class Writer:
@@ -30,36 +34,56 @@ class Writer:
             w.put("layer_0", {...})
 
     Leaves are cast to `dtype`. `extra_files`, contents by name, are written beside them. An existing directory is
-    refused unless `replace`, and then stays until the new one is complete. Raises KvjaxError on a wrong shape or a part
-    that was never put, and Busy while another process writes the same directory.
+    refused unless `replace`, and then stays until the new one is complete; of a link, what it leads to is written.
+    Raises KvjaxError on a wrong shape or a part that was never put, and Busy while another process writes the same
+    directory.
+
+    Until then all lies in a fresh folder beside the directory. It and the lock have names that no user gives: a digest
+    of the directory's name.
     """
 
     def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=None, replace: bool = False):
-        self.directory = Path(directory).absolute()
-        self.partial = self.directory.with_name(self.directory.name + ".partial")
+        self.directory = Path(os.path.realpath(directory))
+        self.own = f".kvjax-{hashlib.sha256(os.fsencode(self.directory.name)).hexdigest()[:16]}"
         self.config, self.dtype, self.source = config, np.dtype(dtype), source
         self.extra_files, self.replace = dict(extra_files or {}), replace
         self.parameters: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, str] = {}
-        refuse_existing(self.directory, replace)
+        refuse_existing(directory, replace)
 
     def __enter__(self) -> Writer:
-        self._lock = locked(self.partial)
+        parent = self.directory.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        self._lock_file = parent / f"{self.own}.lock"
+        self._lock = _locked(self._lock_file, self.directory)
         try:
             self._clear()
-            (self.partial / PARTS).mkdir()
+            refuse_existing(self.directory, self.replace)
+            self._work = Path(tempfile.mkdtemp(prefix=f"{self.own}-", dir=parent))
+            self.partial, self._old = self._work / NEW, self._work / OLD
+            (self.partial / PARTS).mkdir(parents=True)
         except BaseException:
-            os.close(self._lock)
+            self._release()
             raise
         return self
 
     def _clear(self) -> None:
-        """Removes what a write that was killed has left."""
-        for left in self.partial.iterdir():
-            if left.is_dir():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+        """Removes what writes that were killed have left: the lock says that nobody is at it."""
+        for left in self.directory.parent.glob(f"{self.own}-*"):
+            found = left.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                self._remove(left)
+
+    def _remove(self, work: Path) -> None:
+        """Removes a folder of a write; what was set aside there goes back first, if nothing has taken its place."""
+        if (work / OLD).exists() and not self.directory.exists():
+            (work / OLD).rename(self.directory)
+        shutil.rmtree(work, ignore_errors=True)
+
+    def _release(self) -> None:
+        if is_same(self._lock_file, self._lock):
+            self._lock_file.unlink()
+        os.close(self._lock)
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry, a tree of arrays (or the array itself, for `embedding`)."""
@@ -83,9 +107,10 @@ class Writer:
             if kind is None:
                 self._finish()
         finally:
-            if is_same(self.partial, self._lock):  # not when it has become the directory
-                shutil.rmtree(self.partial, ignore_errors=True)
-            os.close(self._lock)
+            try:
+                self._remove(self._work)
+            finally:
+                self._release()
 
     def _finish(self) -> None:
         check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
@@ -95,22 +120,33 @@ class Writer:
         record = Manifest(self.config, self.dtype.name, self.source, self.parameters, self.digests, files)
         (self.partial / MANIFEST).write_text(record.to_json())
         refuse_existing(self.directory, self.replace)
-        old = self.directory.with_name(self.directory.name + ".old")
         if self.directory.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.directory.rename(old)
+            self.directory.rename(self._old)
+        self.partial.rename(self.directory)  # where this fails, the old one goes back (`_remove`)
+
+
+def _locked(file: Path, directory: Path) -> int:
+    """A file that stands for the directory, open under a lock that ends with this process, however it ends.
+
+    Raises Busy while another process holds it.
+    """
+    while True:
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            self.partial.rename(self.directory)
-        except OSError:
-            if old.exists():
-                old.rename(self.directory)
+            claim(opened, directory)
+        except BaseException:
+            os.close(opened)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        if is_same(file, opened):
+            return opened
+        os.close(opened)  # it was removed in between
 
 
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
     """Raises KvjaxError if writing to `directory` would destroy something that the caller did not give up."""
-    path = Path(directory)
+    path = Path(os.path.realpath(directory))
+    if path.is_symlink():  # which realpath leaves only of those that lead in a circle
+        raise KvjaxError(f"{directory} is a link that leads back to itself; choose another directory")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not replace:

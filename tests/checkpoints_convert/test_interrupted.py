@@ -1,0 +1,60 @@
+"""The command line when it is interrupted, and where the terminal knows no other letters."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from checkpoints_convert.__main__ import main
+from tests.fixtures import ROOT
+
+SLOW = """
+import sys, time
+from kvjax.models import checkpoint
+put = checkpoint.Writer.put
+def slow(self, name, subtree):
+    put(self, name, subtree)
+    print(name, flush=True)
+    time.sleep(60)
+checkpoint.Writer.put = slow
+from checkpoints_convert.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path):
+    command = [sys.executable, "-c", SLOW, "convert", str(ROOT / "llama3"), str(tmp_path / "out")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT.parent.parent, **pipes) as process:
+        assert process.stdout.readline()  # one part is written
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "stopped" and "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_in_the_midst_of_a_part_does_the_same(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", interrupted)
+    assert main(["convert", str(ROOT / "llama3"), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "stopped"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_beyond_the_terminals_letters_are_shown(tmp_path, encoding):
+    source = shutil.copytree(ROOT / "llama3", tmp_path / "modèle-模型")
+    command = [sys.executable, "-m", "checkpoints_convert", "inspect", str(source)]
+    done = subprocess.run(
+        command, cwd=ROOT.parent.parent, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "modèle-模型" in done.stdout.decode()
