@@ -12,6 +12,9 @@ from kvjax.models import Config, RopeScaling
 
 Raw = Mapping[str, Any]
 
+UNSCALED = ("rope_theta", "partial_rotary_factor")
+"""RoPE parameters that need no type of scaling."""
+
 REFUSED = {
     "quantization_config": "save the weights dequantised (bf16, f16 or f32) and remove the key",
     "per_layer_config": "only decoders whose layers are all alike are supported",
@@ -110,7 +113,10 @@ def rope(values: Raw, kind: Family) -> tuple[float, float, RopeScaling | None]:
 
 
 def _scaling(values: Raw, found: Raw) -> RopeScaling | None:
-    kind = found.get("rope_type", found.get("type", "default"))
+    if not {"rope_type", "type"} & found.keys():
+        _refuse_untyped(found)
+        return None
+    kind = found.get("rope_type", found.get("type"))
     number = lambda key: _number(found, key, f"config.json, RoPE scaling {kind!r}")  # noqa: E731
     if kind == "default":
         return None
@@ -124,6 +130,16 @@ def _scaling(values: Raw, found: Raw) -> RopeScaling | None:
         return RopeScaling("llama3", number("factor"), low, high, _count(original, key))
     remedy = "it would change every logit, so use a checkpoint without it"
     raise KvjaxError(f"RoPE scaling {kind!r:.80} is not supported; supported: 'default', 'linear', 'llama3'; {remedy}")
+
+
+def _refuse_untyped(found: Raw) -> None:
+    """Raises KvjaxError for RoPE parameters that scale, and do not say how."""
+    said = {key: x for key, x in found.items() if key not in UNSCALED and x is not None}
+    if said.get("factor", 1) != 1 or said.keys() - {"factor"}:
+        raise KvjaxError(
+            f"config.json: RoPE scaling {said!r:.200} names no rope_type; add the one that the model was trained with, "
+            "or remove it"
+        )
 
 
 def windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.core import documents
 from kvjax.core.types import KvjaxError, printable
+from kvjax.models.chat import ChatTemplate
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -110,7 +111,7 @@ class Directory:
         """The tokenizer's files, which belong beside the converted weights, as they are.
 
         Raises KvjaxError for a link to a file of which nothing says that it belongs to the checkpoint (`homes`): what
-        it holds would be copied, whatever it is.
+        it holds would be copied, whatever it is. And for a chat template with which the model would not load.
         """
         files = [f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()]
         allowed = homes(self.directory)
@@ -121,6 +122,7 @@ class Directory:
                     f"{file} is a link to {target}, outside of the checkpoint; if that is the tokenizer that you want, "
                     "put a copy of it in the place of the link"
                 )
+        ChatTemplate.from_directory(self.directory)
         return {file.name: file.read_bytes() for file in files}
 
     def read(self, name: str) -> np.ndarray:
@@ -210,5 +212,5 @@ def beyond_the_end(file: Path) -> list[str]:
             entries = documents.loads(f.read(min(start - 8, size)))
         held = size - start
         return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > held]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError):
         return []

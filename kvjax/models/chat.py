@@ -83,8 +83,8 @@ def _apart(document: str) -> dict[str, Any]:
 
 def _failed(how: str) -> KvjaxError:
     return KvjaxError(
-        f"the model's chat template {how}; mend {FILE} in its directory, or write the text that the model expects "
-        "yourself and give it to kvjax.generate"
+        f"the model's chat template {how}; mend {FILE} (or the chat_template of {CONFIG}) in the source of the model "
+        "and convert it again, or write the text that the model expects yourself and give it to kvjax.generate"
     )
 
 
@@ -114,7 +114,7 @@ def _default(found: Any, file: Path | Traversable) -> str | None:
         pass
     raise KvjaxError(
         f'the "chat_template" of {file} is neither a text nor a list of names and templates with one called '
-        f'"default"; write the one you want into {FILE} beside it'
+        f'"default"; write the one you want into {FILE} in the source of the model, and convert that'
     )
 
 

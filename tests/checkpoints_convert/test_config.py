@@ -75,6 +75,18 @@ def test_where_the_original_context_is_found():
     assert original(base | {"original_max_position_embeddings": 33}) == 33
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("said", [{"factor": 8.0}, {"factor": "8"}, {"low_freq_factor": 1.0, "rope_theta": 1e4}])
+def test_rope_scaling_without_a_type_is_refused(key, said):
+    with pytest.raises(KvjaxError, match="RoPE scaling {.*factor.*names no rope_type; add the one"):
+        translate({"model_type": "llama", key: said})
+
+
+@pytest.mark.parametrize("said", [{"factor": 1.0}, {"rope_theta": 5e5}, {"type": "default", "factor": 1.0}, {}])
+def test_rope_parameters_that_scale_nothing_need_no_type(said):
+    assert translate({"model_type": "llama", "rope_parameters": said}).rope_scaling is None
+
+
 @pytest.mark.parametrize("kind", ["yarn", "longrope", "su", "dynamic", "mrope"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_other_rope_scalings_are_refused_by_name(kind, key):

@@ -44,6 +44,35 @@ def test_a_deeply_nested_header_is_named(hf):
     assert "model.safetensors is damaged" in refusal(mistral.directory)
 
 
+@pytest.mark.parametrize("offsets", [[0], [], {}, "ab", [0, "1"], None])
+def test_a_header_with_damaged_offsets_is_named(hf, offsets):
+    mistral = hf("mistral")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    mistral.file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    assert "model.safetensors is damaged" in refusal(mistral.directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json does not hold a JSON object"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": 3}',
+            "is neither a text nor a list .* in the source of the model",
+        ),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+    ],
+)
+def test_what_would_not_load_beside_the_weights_is_refused_at_once(hf, tmp_path, name, content, says):
+    source = hf("mistral").directory
+    (source / name).write_bytes(content)
+    with pytest.raises(KvjaxError, match=says):
+        convert(source, tmp_path / "out")
+    assert name in describe(source)["convertible"]
+    assert [p.name for p in tmp_path.iterdir()] == ["mistral"]
+
+
 @pytest.mark.parametrize("layers", [20_000, 10**9, 10**18])
 def test_layers_without_tensors_are_refused_before_they_are_listed(hf, layers):
     said = refusal(hf("mistral").config(num_hidden_layers=layers))
