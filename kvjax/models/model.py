@@ -68,6 +68,7 @@ class Model:
 def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
     """Opens a directory that checkpoints_convert wrote, or a model by its name, as `kvjax models` lists them.
 
+    A text is a name only where nothing lies at that path.
     dtype: of parameters and cache, default as stored. mesh: parameters are restored straight to their shards.
     Programs that are compiled from now on are kept on disk (see `use_compilation_cache`). Raises KvjaxError for a
     directory that is missing, foreign, incomplete or damaged.
@@ -75,7 +76,7 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     use_compilation_cache()
     dtype = None if dtype is None else float_type(dtype)
     name = str(path)
-    where = located(name)
+    where = path if isinstance(path, pathlib.Path) else located(name)
     config = checkpoint.manifest(where).config
     shardings = None if mesh is None else param_shardings(config, mesh)
     config, params = checkpoint.restore(where, dtype=dtype, shardings=shardings)
@@ -84,13 +85,18 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
 
 
 def located(name: str) -> Any:
-    """The directory of a model: of "testbed", of one that a package brings, which is converted first, or of a path."""
+    """The directory of a model: a path that exists, "testbed", or one that a package brings, which is converted first.
+
+    A path that does not exist stays as it is.
+    """
+    path = pathlib.Path(name)
+    if path.exists():
+        return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"
     from checkpoints_convert import packaged  # the converters stand on this file
 
-    path = pathlib.Path(name)
-    return packaged.directory(name) if name in packaged.MODELS and not path.exists() else path
+    return packaged.directory(name) if name in packaged.MODELS else path
 
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:

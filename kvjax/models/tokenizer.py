@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -19,10 +20,10 @@ REMEDY = """make {file} once, where transformers and sentencepiece are installed
 class Tokenizer:
     """A `tokenizers.Tokenizer` without truncation and padding, which a cache must never see."""
 
-    def __init__(self, inner: tokenizers.Tokenizer):
+    def __init__(self, inner: tokenizers.Tokenizer, file: str | Path = FILE):
         inner.no_truncation()
         inner.no_padding()
-        self.inner = inner
+        self.inner, self.file = inner, file
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
@@ -35,10 +36,8 @@ class Tokenizer:
                     remedy = REMEDY.format(file=FILE, dir=path)
                     raise KvjaxError(f"{path} has only the SentencePiece tokenizer {name}; {remedy}")
             raise KvjaxError(f"{path} has no {FILE}; copy the model's {FILE} there, or pass token ids instead of text")
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
-        except Exception as e:  # the library raises bare Exception
-            raise KvjaxError(f"{file} is not a tokenizer that `tokenizers` can read ({e}); copy it again") from e
+        with _told(f"{file} is not a tokenizer that `tokenizers` can read"):
+            return cls(tokenizers.Tokenizer.from_file(str(file)), file)
 
     @property
     def vocab_size(self) -> int:
@@ -46,17 +45,23 @@ class Tokenizer:
         return self.inner.get_vocab_size()
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Text -> ids; with `special_tokens`, those that the tokenizer's own post-processor adds (bos, say)."""
+        """Text -> ids; with `special_tokens`, those that the tokenizer's own post-processor adds (bos, say).
+
+        Raises KvjaxError for a text that is no Unicode, and for one at which the tokenizer fails.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as e:
             bad = text[e.start]
             raise KvjaxError(f"a text has {bad!r} as character {e.start}; read it again, from valid UTF-8") from e
-        return self.inner.encode(text, add_special_tokens=special_tokens).ids
+        with _told(f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"):
+            return self.inner.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Ids -> text; special tokens are left out unless asked for."""
-        return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        listed = [int(i) for i in ids]
+        with _told(f"{self.file} fails to decode {len(listed):,} ids"):
+            return self.inner.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int:
         """The id of one token of the vocabulary; raises KvjaxError if there is none."""
@@ -64,3 +69,15 @@ class Tokenizer:
         if found is None:
             raise KvjaxError(f"{token!r} is not in the vocabulary of {self.vocab_size} tokens; spell it as {FILE} does")
         return found
+
+
+@contextlib.contextmanager
+def _told(what: str, otherwise: str = "") -> Iterator[None]:
+    """Whatever the library raises as a KvjaxError; its panics are no Exceptions, and known by their name alone."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        remedy = f"copy it again, or {otherwise}" if otherwise else "copy it again"
+        raise KvjaxError(f"{what} ({e}); {remedy}") from e
