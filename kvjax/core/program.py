@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from kvjax.core.types import KvjaxError
+
 MAPPINGS = 30_000
 """Memory mappings of a process, several to each compiled program, beyond which a new one replaces all that there are.
 
@@ -77,8 +79,14 @@ class Program:
     def compile(self, **kwargs) -> tuple[Any, float]:
         """(executable taking the non-static keyword arguments, seconds spent compiling now).
 
-        Under `jax.disable_jit` the executable is the function itself, which sees the arrays' values.
+        Under `jax.disable_jit` the executable is the function itself, which sees the arrays' values. Raises KvjaxError
+        where JAX is set to 64 bits.
         """
+        if jax.config.jax_enable_x64:
+            raise KvjaxError(
+                "kvjax computes in 32 bits, and JAX_ENABLE_X64 is set: unset it, or call kvjax within "
+                "`with jax.enable_x64(False):`"
+            )
         if jax.config.jax_disable_jit:
             static = {k: kwargs[k] for k in self._static & kwargs.keys()}
             return functools.partial(self._fun, **static), 0.0

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.core import product, program
 from kvjax.core.product import WITHOUT_PACKING
 from kvjax.core.program import Program
+from kvjax.core.types import KvjaxError
 from kvjax.run.by_layer import LAYER_IN_PLACE
 from kvjax.testing import toy_model
 
@@ -72,3 +73,8 @@ def test_without_compiling_the_same_tokens_come(method):
     compiled = kvjax.generate(model, prompts, method, max_new_tokens=3).tokens
     with jax.disable_jit():
         assert kvjax.generate(model, prompts, method, max_new_tokens=3).tokens == compiled
+
+
+def test_sixty_four_bits_are_refused():
+    with jax.enable_x64(True), pytest.raises(KvjaxError, match="JAX_ENABLE_X64 is set: unset it"):
+        Program(lambda x: x + 1).compile(x=np.zeros(3))
