@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import jax
@@ -34,7 +35,7 @@ def test_calibrate_says_so_before_it_counts(tmp_path):
     for out in (tmp_path / "file" / "out", tmp_path / "none" / "out"):
         with pytest.raises(KvjaxError, match="there is no folder .* to write out into; make it first"):
             calibrate.calibrate(MODEL, "bases", out, [[1, 2]])
-    with pytest.raises(OSError, match="too long"):
+    with pytest.raises(KvjaxError, match="too long"):
         calibrate.calibrate(MODEL, "bases", tmp_path / ("a" * 300), [[1, 2, 3, 4]])
 
 
@@ -42,7 +43,7 @@ def test_a_context_leaves_nothing_where_it_cannot_be_saved(tmp_path, monkeypatch
     context = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8)
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / ("a" * 300), tmp_path / "none" / "out"):
-        with pytest.raises(OSError):
+        with pytest.raises(KvjaxError, match="cannot write"):
             context.save(out)
 
     def full(file, **arrays):
@@ -55,9 +56,24 @@ def test_a_context_leaves_nothing_where_it_cannot_be_saved(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def header_of(path, header):
+def header_of(path, header, seal=None):
+    seal = hashlib.sha256(header).digest() if seal is None else seal
     with path.open("wb") as file:
-        np.savez(file, **{archive.HEADER: np.frombuffer(header, np.uint8)})
+        np.savez(
+            file, **{name: np.frombuffer(x, np.uint8) for name, x in ((archive.HEADER, header), (archive.SEAL, seal))}
+        )
+
+
+def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
+    path = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(tmp_path / "out")
+    with np.load(path) as held:
+        entries = dict(held)
+    said = json.loads(entries[archive.HEADER].tobytes())
+    edited = json.dumps(said | {"capacity": 10**12}).encode()
+    with path.open("wb") as file:
+        np.savez(file, **entries | {archive.HEADER: np.frombuffer(edited, np.uint8)})
+    with pytest.raises(KvjaxError, match="a damaged one .its header is not what was written.; save it again"):
+        kvjax.resume(MODEL, path)
 
 
 @pytest.mark.parametrize("capacity", [None, "8", [8]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -95,11 +96,23 @@ def test_where_no_context_can_be_saved_the_given_path_is_named(tmp_path):
             context.save(path)
 
 
+def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    context.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and kvjax.resume(MODEL, tmp_path / "target").rows == len(DOCUMENTS)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(KvjaxError, match="pipe, which is a device or pipe; give the path of a file"):
+        context.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_later_version_is_refused(tmp_path):
     header = {"format": save.FORMAT.name, "version": save.FORMAT.version + 1}
     with (tmp_path / "context").open("wb") as file:
         np.savez(file, **{archive.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
-    with pytest.raises(KvjaxError, match="version 2, and this kvjax reads version 1 of 'kvjax-context'"):
+    with pytest.raises(KvjaxError, match="version 3, and this kvjax reads version 2 of 'kvjax-context'"):
         kvjax.resume(MODEL, tmp_path / "context")
 
 

@@ -24,29 +24,35 @@ def text_of(path: Path, called: str) -> str:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which takes the place of `path` once all of it is on disk.
 
-    Whatever goes wrong before leaves `path` as it was, and nothing beside it. Raises KvjaxError for a path at which no
-    file can be made.
+    Whatever goes wrong before leaves `path` as it was, and nothing beside it. Of a link the file that it leads to is
+    replaced. Raises KvjaxError for a path at which no file can be made.
     """
-    if path.is_dir():
+    path = Path(os.path.realpath(path))
+    if os.path.isdir(path):
         raise KvjaxError(f"cannot write {path}, which is a folder; give the path of a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise KvjaxError(f"cannot write {path}, which is a device or pipe; give the path of a file")
     fresh = path.parent / f".kvjax-{secrets.token_hex(8)}.partial"  # not tempfile: its files are their owner's alone
-    file = _created(fresh, path)
+    with _naming(path):
+        file = fresh.open("xb")
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        with _naming(path):
+            fresh.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             fresh.unlink(missing_ok=True)
         raise
 
 
-def _created(fresh: Path, path: Path) -> BinaryIO:
-    """A new file that shall become `path`; raises KvjaxError, by that path, where there can be none."""
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises KvjaxError, by this path, where there can be no file."""
     try:
-        return fresh.open("xb")
+        yield
     except OSError as e:
         raise KvjaxError(
             f"cannot write {path} ({e.strerror}); give a path in a folder that exists and may be written"

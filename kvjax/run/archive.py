@@ -17,7 +17,8 @@ from kvjax.core.files import replacing
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 
-HEADER = "header"
+HEADER, SEAL = "header", "seal"
+"""The entries that are no arrays: what is said of these, and a digest of it."""
 
 
 class Format(NamedTuple):
@@ -46,9 +47,11 @@ def write(
         "arrays": {name: _described(x) for name, x in arrays.items()},
         **header,
     }
+    said = json.dumps(header).encode()
     save = np.savez_compressed if deflate else np.savez
+    entries = {HEADER: said, SEAL: hashlib.sha256(said).digest(), **arrays}
     with replacing(path) as file:
-        save(file, **{HEADER: _bytes(json.dumps(header).encode())}, **{n: _bytes(x) for n, x in arrays.items()})
+        save(file, **{name: _bytes(x) for name, x in entries.items()})
     return path
 
 
@@ -60,8 +63,11 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         raw.seek(0)
         try:
             with np.load(raw, allow_pickle=False) as file:
-                header = documents.loads(file[HEADER].tobytes())
+                said = file[HEADER].tobytes()
+                header = documents.loads(said)
                 _check(header, path, form, model)
+                if file[SEAL].tobytes() != hashlib.sha256(said).digest():
+                    raise ValueError("its header is not what was written")
                 for name, kind in form.fields.items():
                     if not isinstance(header[name], kind):
                         raise TypeError(f"{name} is {header[name]!r:.80}")

@@ -29,7 +29,7 @@ from kvjax.run.context import Context
 from kvjax.run.exact import Exact, held_in_full, of_arrays
 from kvjax.run.prompts import place, round_up
 
-FORMAT = archive.Format("kvjax-cachegen", 1, {"levels": list, "group": int})
+FORMAT = archive.Format("kvjax-cachegen", 2, {"levels": list, "group": int})
 ANCHOR_LEVELS = 256
 FEW, MANY = 16, 32  # levels of most layers, and of the first ones
 MANY_KEYS, MANY_VALUES = 10 / 32, 2 / 32  # the share of the layers that have many, as in public code for 32 layers

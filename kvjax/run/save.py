@@ -28,7 +28,7 @@ from kvjax.run.plan import bind
 from kvjax.run.planned import abstract_state
 from kvjax.run.prompts import BUCKET, place
 
-FORMAT = archive.Format("kvjax-context", 1, {"method": str, "capacity": int, "layers": int})
+FORMAT = archive.Format("kvjax-context", 2, {"method": str, "capacity": int, "layers": int})
 
 
 def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:
