@@ -4,12 +4,11 @@ import importlib.metadata
 
 from kvjax import reuse, zoo
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.compose import compose
 from kvjax.cache.contract import Cache
 from kvjax.cache.contract import Cache as State
 from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, KvjaxError
-from kvjax.methods.strings import name_of, parse, parse_many
+from kvjax.methods.strings import compose, name_of, parse, parse_many
 from kvjax.models.config import Config
 from kvjax.models.model import Model, load, random_model
 from kvjax.run import cachegen

@@ -96,6 +96,18 @@ def test_a_row_samples_the_same_alone_and_in_company(model):
     assert other != together
 
 
+def test_several_questions_draw_as_the_rows_of_a_batch(model):
+    document, question = PROMPTS[0], [5, 6]
+    one, batch = (kvjax.read(model, [document] * n, "full", room=32) for n in (1, 3))
+    options = {"max_new_tokens": 8, "seed": 3, "eos_ids": ()}
+    drawn = one.ask([question] * 3, temperature=1.0, **options).tokens
+    assert drawn == batch.ask([question] * 3, temperature=1.0, **options).tokens
+    assert len(set(map(tuple, drawn))) == 3
+    assert one.ask([question], temperature=1.0, **options).tokens == drawn[:1]
+    assert one.ask([question] * 2, temperature=1.0, first_row=1, **options).tokens == drawn[1:]
+    assert one.ask([question] * 3, **options).tokens == batch.ask([question] * 3, **options).tokens
+
+
 @pytest.mark.parametrize("method", ["full", "offload", "kcache:n=3"])
 def test_going_on_from_a_state_is_one_long_prompt(model, method):
     parsed = kvjax.parse(method)
@@ -177,6 +189,9 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.generate(m, [[97]], kvjax.zoo.full()), "token id 97, outside the vocabulary 0..96"),
         (lambda m: kvjax.generate(m, [[-1]], kvjax.zoo.full()), "token id -1"),
         (lambda m: kvjax.generate(m, [[0.5]], kvjax.zoo.full()), "flat list of integer ids"),
+        (lambda m: kvjax.read(m, [1, 2, 3], "full"), r"^\[1, 2, 3\] looks like .* one prompt; .*: \[\[1, 2, 3\]\]$"),
+        (lambda m: kvjax.read(m, np.arange(9), "full"), r"give a list of prompts: \[\[0, 1, 2, \.\.\]\]"),
+        (lambda m: kvjax.read(m, jax.numpy.arange(2), "full"), r"give a list of prompts: \[\[0, 1\]\]"),
         (lambda m: kvjax.generate(m, ["text"], kvjax.zoo.full()), "no tokenizer.json"),
         (
             lambda m: kvjax.generate(m, [[1]], kvjax.zoo.full(), max_new_tokens=0),
@@ -204,6 +219,10 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.generate(m, [[1]], "full", stop=None), "stop takes texts .* got None; .. is none"),
         (lambda m: kvjax.read(m, [[1]], "full", room="8"), "room must be an integer from 0"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], width=1), "width must be an integer from 2"),
+        (lambda m: kvjax.read(m, [[1] * 100], "full", width=64), "width must be an integer from 100 .* got 64"),
+        (lambda m: kvjax.read(m, [[1]], "full", width="64"), "width must be an integer from 1 .* got '64'"),
+        (lambda m: kvjax.read(m, [[1]], "full", width=0), "width must be an integer from 1 .* got 0"),
+        (lambda m: kvjax.read(m, [[1]], "full").ask([[1]] * 2, first_row=-1), "first_row must be an integer from 0"),
         (lambda m: kvjax.read(m, [[1]], "full").join(3), "joined with other contexts, got 3"),
         (lambda m: kvjax.load("testbed", dtype="int8"), "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         (lambda m: kvjax.random_model(m.config, dtype=bool), "dtype must be one of float32"),
@@ -240,6 +259,10 @@ def test_overrun_of_a_state_is_an_error_before_the_run(model):
         kvjax.extend(model, [[1] * 5], state, method)
     with pytest.raises(KvjaxError, match="prefill with capacity=65"):
         kvjax.generate(model, [[1]], method, max_new_tokens=4, state=state)
+    context = kvjax.read(model, [[1] * 60], method, room=4)
+    for call in (context.feed, lambda more: context.score([more[0] + [1]])):
+        with pytest.raises(KvjaxError, match="capacity=65 or more, or read with that, or with a larger room="):
+            call([[1] * 5])
     with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1"):
         kvjax.extend(model, [[1], [1]], state, method)
     assert kvjax.extend(model, [[1] * 4], state, method)[1].length.tolist() == [64]

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.cache.compose import compose
+from kvjax.cache import compose as slots
 from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
 from kvjax.core.types import KvjaxError
@@ -27,7 +27,15 @@ class Part(NamedTuple):
 
 def parse(text: str) -> Method:
     """A method from its string; `+` composes. Raises KvjaxError with the nearest valid name."""
-    return functools.reduce(compose, [load_all()[name].make(**given) for name, given in _calls(text)])
+    return compose(*(load_all()[name].make(**given) for name, given in _calls(text)))
+
+
+def compose(first: str | Method, *others: str | Method) -> Method:
+    """A method that fills the slots of all of these, values or strings, from left to right.
+
+    Raises IncompatibleMethod when two fill the same slot differently. A codec and a placement combine, in any order.
+    """
+    return functools.reduce(slots.compose, map(method_of, (first, *others)))
 
 
 def parts_of(method: str | KVMethod) -> tuple[Part, ...]:

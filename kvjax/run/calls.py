@@ -16,8 +16,9 @@ from kvjax.models.model import Model
 from kvjax.run import by_layer, forward, limits
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
+from kvjax.run.filled import checked
 from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind, checked
+from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
 
 UNCACHED = Program(forward.uncached, static=("setting",))
@@ -75,7 +76,7 @@ def fresh_inputs(
     if need > cache.capacity:
         raise KvjaxError(
             f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
-            f"prefill with capacity={need} or more"
+            f"prefill with capacity={need} or more, or read with that, or with a larger room="
         )
     limits.check_fed(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
@@ -103,7 +104,8 @@ def extend(
     Rows may be of unequal length; beyond a row's length the logits mean nothing. method: the cache knows its own; one
     that is named must be that one. decoded: which tokens stand for what the method would decode, all or those marked
     in each row: one that looks ahead must guess these, as it does then, and is not told. Raises when the cache has no
-    room, or when another model or method filled it.
+    room, or when a model of another configuration or dtype, or another method, filled it; a model of equal
+    configuration and other weights is not noticed.
     """
     cache, ids = checked(model, cache, method), token_ids(model, ids)
     return extend_padded(model, ids, cache, decoded)

@@ -92,18 +92,21 @@ class Context:
         eos_ids: tuple[int, ...] | None = None,
         stop: Stop = (),
         loop: str | None = None,
+        first_row: int = 0,
         use_up: bool = False,
     ) -> Decoding:
         """Decoding behind each row, under way: to be advanced in slices, looked into, and timed; as `generate` has it.
 
-        use_up: it works on the context's own cache instead of a copy, and the context is of no use afterwards.
+        first_row: the number of the first row; each draws by `seed` and its own. use_up: it works on the context's own
+        cache instead of a copy, and the context is of no use afterwards.
         """
         self._check_known()
+        arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
         how = sampler(temperature, top_k, top_p, min_p)
         more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-        return decoding(self.model, self.last, self.cache, how, **more, keep=not use_up)
+        return decoding(self.model, self.last, self.cache, how, **more, first_row=first_row, keep=not use_up)
 
     def generate(self, *, max_new_tokens: int = 64, **options) -> Result:
         """What comes next in each row; options as in `start`."""
@@ -113,16 +116,26 @@ class Context:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
         return self.start(max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
 
-    def ask(self, questions: Prompts, *, max_new_tokens: int = 64, width: int | None = None, **options) -> Result:
+    def ask(
+        self,
+        questions: Prompts,
+        *,
+        max_new_tokens: int = 64,
+        width: int | None = None,
+        first_row: int = 0,
+        **options,
+    ) -> Result:
         """The answer to one question per row, asked as if it were the first; options as in `start`.
 
-        A context of one row may be asked several questions, one after the other, each of what it holds now.
+        A context of one row may be asked several questions, one after the other, each of what it holds now; they draw
+        as the rows of a batch would.
         """
         ids = token_ids(self.model, questions)
+        options |= {"max_new_tokens": max_new_tokens}
         if self.rows == 1 < len(ids):
-            return joined([self.ask([q], max_new_tokens=max_new_tokens, width=width, **options) for q in ids])
-        asked = self.feed(ids, width=width)
-        return asked.generate(max_new_tokens=max_new_tokens, use_up=True, **options)
+            each = enumerate(ids, arguments.integer("first_row", first_row, 0))
+            return joined([self.ask([q], width=width, first_row=i, **options) for i, q in each])
+        return self.feed(ids, width=width).generate(first_row=first_row, use_up=True, **options)
 
     def score(
         self,
@@ -247,7 +260,8 @@ def read(
         capacity = longest + arguments.integer("room", room, 0)
     capacity = calls.room(ids, capacity, 0)
     if width is not None:
-        width, capacity = round_up(width), max(capacity, round_up(width))
+        width = round_up(arguments.integer("width", width, longest))
+        capacity = max(capacity, width)
     method = method_of(method)
     plan = bind(method, model.config)
     more = {"chunk": chunk, "width": width, "progress": progress, "clock": clock}

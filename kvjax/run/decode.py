@@ -174,12 +174,14 @@ def decoding(
     eos_ids: tuple[int, ...] | None = None,
     stop: Stop = (),
     loop: str | None = None,
+    first_row: int = 0,
     keep: bool = False,
     clock: Clock | None = None,
 ) -> Decoding:
     """Starts decoding from a cache and the logits f32[B V] of its last token; options as in `generate`.
 
-    The cache is used up, unless it is to be kept; then the loop works on a copy.
+    first_row: the rows draw as those from this number on. The cache is used up, unless it is to be kept; then the loop
+    works on a copy.
     """
     loop = chosen_loop(loop, stop, max_new_tokens)
     limits.check_decoding(model, cache, max_new_tokens)
@@ -190,6 +192,7 @@ def decoding(
         logits=last,
         cache=cache,
         key=seeded(seed),
+        first_row=jnp.int32(first_row),
         eos=stops.end_ids(model, eos_ids),
         sampler=sampler,
         length=max_new_tokens,

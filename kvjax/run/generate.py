@@ -15,8 +15,9 @@ from kvjax.run import by_layer, calls, stops
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, chosen_loop, decoding
+from kvjax.run.filled import checked
 from kvjax.run.finite import check_finite
-from kvjax.run.plan import bind, checked
+from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
 from kvjax.run.sampling import sampler
@@ -81,7 +82,9 @@ def generate(
     temperature, top_k, top_p, min_p, seed: how tokens are drawn, greedily by default. eos_ids: default the
     checkpoint's. stop: strings before which a row's text ends; its tokens end with the one that completes the string.
     capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
-    `extend`; it stays usable and knows its method), the prompts being what comes next. state: the older name of cache.
+    `extend`; it stays usable and knows its method), the prompts being what comes next; one of a model of another
+    configuration or dtype is refused, one of equal configuration and other weights is not noticed. state: the older
+    name of cache.
     loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
     all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
     Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to rounding.

@@ -35,9 +35,14 @@ class Carry:
     guess: Array | None = None  # i32[B], for a method that guesses: what may come after `token`
 
 
-def begin(logits: Array, cache: Cache, key: Array, eos: Array, sampler: Sampler, length: int) -> Carry:
-    """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate."""
-    keys = row_keys(key, logits.shape[0])
+def begin(
+    logits: Array, cache: Cache, key: Array, eos: Array, sampler: Sampler, length: int, first_row: Array | int = 0
+) -> Carry:
+    """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate.
+
+    first_row: the number i32[] of the first row, by which it draws.
+    """
+    keys = row_keys(key, logits.shape[0], first_row)
     out = jnp.full((logits.shape[0], length), -1, jnp.int32)
     done = jnp.zeros(logits.shape[0], bool)
     return _emit(Carry(cache, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)

@@ -36,8 +36,9 @@ def planned_bytes(
 
     capacity: tokens per row that there is room for (default: the prompt alone); `prefill` has room for 128 more, and
     rounds up to a multiple of 64, which `cache.capacity` tells. width: what prompts are padded to, default as `prefill`
-    does it; a second tier of precision has slots for so many tokens. No weights are needed. Where layers share a
-    budget by what the prompt is like, it is counted as divided evenly.
+    does it; a second tier of precision has slots for so many tokens. dtype: in which the model computes, bfloat16 if
+    nothing is said; `model.dtype` tells. No weights are needed. Where layers share a budget by what the prompt is like,
+    it is counted as divided evenly.
     """
     if not isinstance(config, Config):
         raise KvjaxError(f"planned_bytes takes a model's configuration, such as model.config, got {config!r:.80}")

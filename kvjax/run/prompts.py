@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence, Set
 
 import jax
@@ -50,6 +51,7 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         raise KvjaxError(f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}")
     if len(prompts) == 0:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
+    _check_several(prompts)
     ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
     for i, row in enumerate(ids):
         if not row:
@@ -58,6 +60,19 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         if bad is not None:
             raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
     return ids
+
+
+def _check_several(prompts: Sequence[str] | Sequence[Sequence[int]] | np.ndarray) -> None:
+    """Raises KvjaxError for the ids of one prompt where a list of prompts belongs."""
+    if all(map(_is_id, prompts)):
+        shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
+        raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
+
+
+def _is_id(x: object) -> bool:
+    """Whether it is a whole number, of Python, NumPy or JAX."""
+    of_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
+    return of_array or isinstance(x, numbers.Integral)
 
 
 def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:

@@ -78,6 +78,6 @@ def filtered(s: Sampler, logits: Array) -> Array:
     return jnp.where(keep, logits, NEG)
 
 
-def row_keys(key: Array, batch: int) -> Array:
-    """One key per row, so that a row draws the same tokens alone and in company."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+def row_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
+    """One key per row, numbered from `first` on, so that a row draws the same tokens alone and in company."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(batch))

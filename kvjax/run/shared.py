@@ -21,8 +21,9 @@ from kvjax.models.decoder import Decoder, pick
 from kvjax.models.model import Model
 from kvjax.run import forward, reading
 from kvjax.run.clock import Clock
+from kvjax.run.filled import checked
 from kvjax.run.forward import Plan, Setting
-from kvjax.run.plan import bind, checked
+from kvjax.run.plan import bind
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
 

@@ -26,7 +26,7 @@ from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.model import Model
 from kvjax.run import states
 from kvjax.run.calls import extend_padded
-from kvjax.run.plan import checked
+from kvjax.run.filled import checked
 from kvjax.run.prompts import Prompts, round_up, token_ids
 
 

@@ -34,6 +34,19 @@ def test_a_plus_composes():
     assert compose(zoo.full(), zoo.kcache()) == zoo.kcache() == compose(zoo.kcache(), zoo.full())
 
 
+def test_compose_takes_strings_and_values_and_any_number_of_them():
+    assert compose("snapkv:budget=8", "int4") == parse("snapkv:budget=8 + int4")
+    three = compose("snapkv:budget=8", zoo.int4(), "offload")
+    assert three == parse("snapkv:budget=8 + int4 + offload") and name_of(three) == "snapkv:budget=8 + int4 + offload"
+    assert compose("int4") == zoo.int4()
+    with pytest.raises(IncompatibleMethod, match="full \\+ kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+        compose("full", "kcache:n=8", "kcache:n=9")
+    with pytest.raises(KvjaxError, match="unknown method 'int5'"):
+        compose("full", "int5")
+    with pytest.raises(KvjaxError, match="int4 is a recipe, not a method yet"):
+        compose("full", zoo.int4)
+
+
 def test_two_fillings_of_one_slot_are_refused():
     with pytest.raises(IncompatibleMethod, match="kcache:n=8 and kcache:n=9 both fill the slot `read`"):
         parse("kcache:n=8 + kcache:n=9")
@@ -85,6 +98,7 @@ def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
         return Method()
 
     def none(budget: int = 4) -> Method:
+        """Nothing."""
         return None
 
     def sum_of() -> Method:

@@ -23,6 +23,7 @@ from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
 from kvjax.methods.strings import method_of
+from kvjax.run.filled import checked
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]
@@ -138,7 +139,7 @@ def test_it_is_evaluated_beside_others_and_shown_on_the_page(model, monkeypatch,
             yield Case("ppl", f"ppl/{i}", row[:16], follows=row[16:], bytes=8, about={"length": 16})
 
     monkeypatch.setattr(suite, "makers", lambda: {"ppl": cases})
-    rows = compare(model, [LastTokens(3), "full"], ["ppl"], Spec(lengths=(16,)), tmp_path)
+    rows = compare(model, [LastTokens(3), "full"], "ppl", Spec(lengths=(16,)), tmp_path)
     assert [row["method"] for row in rows] == ["LastTokens(count=3)", "full"]
     assert rows[0]["bits"] != rows[1]["bits"]
     assert "LastTokens(count=3)" in report.write(tmp_path).read_text().replace("<wbr>", "")
@@ -160,6 +161,44 @@ def test_a_foreign_cache_is_an_error_with_its_remedy(model):
         kvjax.extend(model, [[1]], cache.layers)
     with pytest.raises(KvjaxError, match="cache and state are two names of one argument"):
         kvjax.generate(model, [[1]], cache=cache, state=cache)
+
+
+HALF = kvjax.random_model(toy_model(windows=(None, 5), layers=2).config, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "full",
+        "offload",
+        "kcache:n=3",
+        "kivi:bits=2,group=8,residual=8",
+        "h2o:heavy=8,recent=8",
+        "accumulated:budget=6,recent=2 + cam:window=2",
+    ],
+)
+def test_a_cache_of_another_dtype_is_refused(model, method):
+    caches = [kvjax.prefill(m, [[1, 2]], method, capacity=64)[1] for m in (model, HALF)]
+    for this, other, cache in ((HALF, "float32", caches[0]), (model, "bfloat16", caches[1])):
+        says = f"filled by a model in {other} and this one is in {this.dtype}; prefill the prompt with this one"
+        with pytest.raises(KvjaxError, match=says):
+            kvjax.extend(this, [[1]], cache)
+        with pytest.raises(KvjaxError, match=says):
+            kvjax.generate(this, [[1]], cache=cache, max_new_tokens=2)
+    assert checked(model, caches[0]) is caches[0] and checked(HALF, caches[1]) is caches[1]
+
+
+def test_a_shared_cache_of_another_dtype_is_refused(model):
+    shared = [kvjax.read(m, [[1, 2]], "full").share([[3], [4]], "int4", room=8).cache for m in (model, HALF)]
+    assert checked(model, shared[0]) is shared[0] and checked(HALF, shared[1]) is shared[1]
+    with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
+        checked(HALF, shared[0])
+
+
+def test_a_cache_that_is_the_same_in_every_dtype_is_taken(model):
+    caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, HALF)]
+    assert checked(HALF, caches[0]) is caches[0]
+    assert np.isfinite(kvjax.extend(HALF, [[1]], caches[0])[0]).all()
 
 
 def test_strings_and_values_are_taken_alike(model):

@@ -35,6 +35,11 @@ def test_a_family_stands_for_its_tasks_and_each_is_taken_once():
     assert suite.expand(["ppl", "ruler", "ruler.vt", "ppl"]) == ["ppl", "ruler.vt", "ruler.cwe"]
 
 
+def test_a_string_names_tasks_as_the_command_line_does():
+    assert suite.expand("ppl") == ["ppl"]
+    assert suite.expand("ppl, ruler,") == ["ppl", "ruler.vt", "ruler.cwe"]
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [
@@ -42,6 +47,8 @@ def test_a_family_stands_for_its_tasks_and_each_is_taken_once():
         (["rulr"], "mean 'ruler'?"),
         ([""], "unknown task ''"),
         ([], "no task"),
+        ("", "no task"),
+        ("pp", "mean 'ppl'?"),
     ],
 )
 def test_an_unknown_name_is_told_the_nearest_one(names, says):

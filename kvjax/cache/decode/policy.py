@@ -20,7 +20,8 @@ class Policy:
     """The `decode` slot of a method: it counts something per token, and says which tokens leave.
 
     A policy is a frozen dataclass. It owns what it counts, its marks, and never keys or values: these are held by the
-    method's codecs, wherever these hold them.
+    method's codecs, wherever these hold them. `layer.spec`, a `LayerSpec`, says of the layer which it is of how many,
+    its heads and groups, the size of a head, its sliding window and its rotary embedding.
     """
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
@@ -43,7 +44,10 @@ class Policy:
         return state
 
     def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
-        """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left."""
+        """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left.
+
+        It runs for rows that got no token, too, whose q_pos is -1: their pos and marks have to stay as they are.
+        """
         raise NotImplementedError
 
     def check(self, layer: Any) -> None:

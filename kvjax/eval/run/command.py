@@ -18,6 +18,7 @@ from kvjax.eval.run.compare import compare
 from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.frame import framed
+from kvjax.eval.tasks.suite import words
 from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load
 
@@ -73,11 +74,6 @@ def specification(args: argparse.Namespace) -> Spec:
     if not lengths:
         raise KvjaxError("--lengths names no length; for example 512,1024")
     return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)
-
-
-def words(text: str) -> list[str]:
-    """Comma-separated words."""
-    return [w.strip() for w in text.split(",") if w.strip()]
 
 
 def _say(what: str) -> None:

@@ -20,7 +20,7 @@ from kvjax.models.model import Model
 def compare(
     model: Model,
     methods: Methods,
-    tasks: Sequence[str],
+    tasks: str | Sequence[str],
     spec: Spec,
     out: str | Path,
     *,
@@ -33,10 +33,11 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Asks every method all cases of the tasks -> one row per (method, task, length).
 
-    methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`.
-    The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in the folder `out`, where a run that was
-    stopped goes on. seen: each question ends the prompt, so that a method sees it when it compresses; speed: measure it
-    too. left_out: is told of tasks that do not fit in a length, which are then left out. rebuild: go on with
+    methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`. tasks: names, or
+    a string of names separated by ",". The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in
+    the folder `out`, where a run that was stopped goes on; what was recorded there before has its rows too, whether it
+    is asked for again or not. seen: each question ends the prompt, so that a method sees it when it compresses; speed:
+    measure it too. left_out: is told of tasks that do not fit in a length, which are then left out. rebuild: go on with
     records whose run.json is damaged or missing. Raises KvjaxError before anything runs for a method, task or length
     that cannot be.
     """

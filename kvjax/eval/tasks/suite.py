@@ -27,9 +27,17 @@ def described() -> dict[str, str]:
     return {name: (inspect.getdoc(maker) or "").partition("\n")[0] for name, maker in makers().items()}
 
 
-def expand(names: Sequence[str]) -> list[str]:
-    """Task names, each once; a name like "ruler" stands for all "ruler.*". Raises KvjaxError with the nearest name."""
-    known = list(makers())
+def words(text: str) -> list[str]:
+    """Comma-separated words."""
+    return [w.strip() for w in text.split(",") if w.strip()]
+
+
+def expand(names: str | Sequence[str]) -> list[str]:
+    """Task names, each once; a name like "ruler" stands for all "ruler.*". Raises KvjaxError with the nearest name.
+
+    names: several, or a string in which commas separate them.
+    """
+    known, names = list(makers()), words(names) if isinstance(names, str) else names
     if not names:
         raise KvjaxError(f"no task was named; for example {known[0]!r}, and `kvjax eval --list` lists them all")
     found = [t for name in names for t in _matching(name, known)]
