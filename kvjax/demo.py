@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from kvjax.eval.exam import Exam, exam
+from kvjax.eval.page import written
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import load
 from kvjax.run.generate import generate
@@ -114,7 +115,7 @@ def run(out: Path, methods: Methods = METHODS, model: str = "testbed") -> list[R
     asked = exam(load(model), SEED)
     rows = list(measure(asked, methods))
     console.print(table(rows, asked))
-    (out / "demo.json").write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
+    written.write(out / "demo.json", json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         console.print(f"wrote {out / 'demo.json'}; a plot of it needs matplotlib: pip install matplotlib")
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvjax.core.files import text_of
 from kvjax.core.types import KvjaxError
+from kvjax.eval.page import written
 from kvjax.explore import page
 from kvjax.explore.record import explored
 from kvjax.methods.strings import named
@@ -27,13 +28,13 @@ def run(args: argparse.Namespace) -> None:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.out.is_dir():
         raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
+    written.spare(args.text, "--text", args.out)
     text = _read(args.text)
     model = load(args.model, dtype=args.dtype)
     ids = _ids(model, text, args)
     found = explored(model, ids, list(methods), args.steps, _say)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    written = page.render(found, model.tokenizer, args.text.name)
-    size = args.out.write_bytes(written.encode("utf-8"))
+    size = written.write(args.out, page.render(found, model.tokenizer, args.text.name)).stat().st_size
     counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
     print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
 

@@ -7,11 +7,12 @@ import errno
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.page import report
+from kvjax.eval.page import report, written
 from kvjax.eval.run import command, store
 from kvjax.eval.tasks import local
 from tests.eval import fake_run
@@ -41,17 +42,24 @@ def line_error(directory, line) -> str:
         ({"scores": [float("inf")]}, "as 'scores'"),
         ({"scores": [True]}, "as 'scores'"),
         ({"scores": 1}, "as 'scores'"),
-        ({"bytes": {"device": -1}}, "as 'bytes', which must be bytes by memory kind, none below 0"),
+        ({"bytes": {"device": -1}}, "as 'bytes', which must be bytes by memory kind, each from 0 to 9007199254740992"),
+        ({"bytes": {"device": 10**400}}, "as 'bytes'"),
+        ({"room": {"device": 2**53 + 1}}, "as 'room'"),
         ({"bytes": {"device": "5"}}, "as 'bytes'"),
         ({"bytes": {"device": float("nan")}}, "as 'bytes'"),
         ({"bytes": None}, "as 'bytes'"),
-        ({"bits": -1.0}, "as 'bits', which must be a number from 0 on"),
+        ({"bits": -1.0}, "as 'bits', which must be a number from 0 to 9007199254740992"),
         ({"bits": float("inf")}, "as 'bits'"),
+        ({"bits": 1e300}, "as 'bits'"),
+        ({"prefill_seconds": 1e300}, "as 'prefill_seconds'"),
         ({"likeliest": ["a"]}, "as 'likeliest'"),
         ({"tokens": 1.5}, "as 'tokens'"),
         ({"turns": "yes"}, "as 'turns'"),
         ({"about": {"length": "8"}}, "as 'about'"),
         ({"about": {"length": [8]}}, "as 'about'"),
+        ({"about": {"length": int("9" * 26)}}, "as 'about'"),
+        ({"about": {"lacking": 5, "shots": 0, "wanted": 8}}, "as 'about'"),
+        ({"about": {"lacking": "room"}}, "as 'about'"),
         ({"about": {"depth": 2}}, "as 'about'"),
         ({"about": []}, "as 'about'"),
         ({"asks": [{"turn": -1}]}, "as 'asks'"),
@@ -156,6 +164,27 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     )
     write(tmp_path, record(1))
     assert store.read(tmp_path)[0] == record(0)
+
+
+def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path, monkeypatch):
+    directory = fake_run.write(tmp_path, methods=["full"], tasks=["niah"], lengths=[512], cases=1)
+    before = report.write(directory).read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(KvjaxError, match=r"cannot write .*report\.html \(No space left on device\)"):
+        report.write(directory)
+    assert (directory / report.PAGE).read_bytes() == before and not list(directory.glob("*.partial"))
+
+
+def test_a_page_goes_through_links_and_pipes(tmp_path):
+    (tmp_path / "target").write_text("before")
+    (tmp_path / "link").symlink_to("target")
+    written.write(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
+    assert written.write(Path(os.devnull), "gone").is_char_device()
 
 
 def test_a_negative_seed_is_refused_before_anything_runs():

@@ -65,6 +65,16 @@ def test_a_torn_last_line_is_dropped_and_its_case_done_again(tmp_path, torn):
     assert path.read_bytes().startswith(whole) and path.read_bytes().count(b"\n") == 2
 
 
+def test_a_whole_last_line_counts_without_its_line_break(tmp_path):
+    write(tmp_path, record(0), record(1))
+    path = tmp_path / store.RECORDS
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert store.read(tmp_path) == [record(0), record(1)] and path.read_bytes() == whole[:-1]
+    write(tmp_path, record(2))
+    assert path.read_bytes().startswith(whole) and store.read(tmp_path) == [record(0), record(1), record(2)]
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     write(tmp_path, record(0), record(1))
     path = tmp_path / store.RECORDS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 
 import pytest
@@ -55,3 +57,17 @@ def test_a_text_that_no_page_could_show_is_refused(explore, tmp_path):
     (tmp_path / "text.py").write_text("x = 1\n" * command.MOST, encoding="utf-8")
     with pytest.raises(KvjaxError, match=f"a page shows at most {command.MOST}; use --tokens {command.MOST}"):
         explore()
+
+
+def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(explore, tmp_path, monkeypatch):
+    page = tmp_path / "new" / "page.html"
+    page.parent.mkdir()
+    page.write_text("before")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(KvjaxError, match=r"cannot write .*page\.html \(No space left on device\)"):
+        explore("--methods", "full", "--steps", "1")
+    assert page.read_text() == "before" and list(page.parent.iterdir()) == [page]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.core.types import KvjaxError
-from kvjax.eval.page import orders, paired, plots, summary
+from kvjax.eval.page import orders, paired, plots, summary, written
 from kvjax.eval.page.orders import Finding
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
+from kvjax.eval.tasks import examples
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, words, digits
@@ -30,9 +31,7 @@ def write(directory: Path) -> Path:
     directory = Path(directory)
     records = read(directory)
     run = store.read_run(directory) if (directory / store.RUN).is_file() else {}
-    path = directory / PAGE
-    path.write_text(render(records, run), encoding="utf-8")
-    return path
+    return written.write(directory / PAGE, render(records, run))
 
 
 def read(directory: Path) -> list[Record]:
@@ -63,6 +62,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         run=run,
         title=f"{run.get('model', 'a model')}: {_count(len(summary.ordered(rows, 'method')), 'method')}",
         headline=headline(rows, records, run),
+        notes=examples.notes((r["task"], r["about"]) for r in records),
         lengths=lengths,
         main=summary.main_length(rows),
         tables=[_table(rows, length) for length in lengths],

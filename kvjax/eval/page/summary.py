@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.table import Table
+
+from kvjax.eval.page import written
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
@@ -181,12 +184,11 @@ def _merged(key: tuple[str, str], group: Sequence[Row]) -> Row:
 
 def write_csv(rows: Iterable[Row], path: Path) -> Path:
     """Writes all fields, what was not measured as an empty cell; returns the path."""
-    path = Path(path)
-    with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, FIELDS)
+    writer.writeheader()
+    writer.writerows(rows)
+    return written.write(Path(path), text.getvalue())
 
 
 MOST_COLUMNS, WITH_ERRORS = 7, 3  # so that the table fits 100 columns

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvjax.cache.contract import Traits
+
+MOST = 2**53
+"""Of any number: no run measures more, and up to here a float holds every integer."""
 
 TRAITS = {field.name for field in dataclasses.fields(Traits)}
 
@@ -20,11 +22,11 @@ class Field(NamedTuple):
 
 
 def _integer(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= MOST
 
 
-def _number(x: Any, most: float = math.inf) -> bool:
-    return _integer(x) and x <= most or isinstance(x, float) and math.isfinite(x) and 0 <= x <= most
+def _number(x: Any, most: float = MOST) -> bool:
+    return _integer(x) and x <= most or isinstance(x, float) and 0 <= x <= most
 
 
 def _list_of(suits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -32,16 +34,20 @@ def _list_of(suits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _place(x: Any) -> bool:
-    """What is said about a context or a question: of what the page reads, the length, the turn and the depth."""
+    """What is said about a context or a question: what the page reads of it."""
     if not isinstance(x, dict):
+        return False
+    if "lacking" in x and not (isinstance(x["lacking"], str) and all(map(_integer, (x.get("shots"), x.get("wanted"))))):
         return False
     counts = all(x.get(name) is None or _integer(x[name]) for name in ("length", "turn"))
     return counts and (x.get("depth") is None or _number(x["depth"], 1))
 
 
 TEXT = Field(lambda x: isinstance(x, str), "a string")
-TIME = Field(_number, "a number from 0 on")
-BYTES = Field(lambda x: isinstance(x, dict) and all(map(_integer, x.values())), "bytes by memory kind, none below 0")
+TIME = Field(_number, f"a number from 0 to {MOST}")
+BYTES = Field(
+    lambda x: isinstance(x, dict) and all(map(_integer, x.values())), f"bytes by memory kind, each from 0 to {MOST}"
+)
 NEEDED = {
     "method": TEXT,
     "task": TEXT,
@@ -54,7 +60,10 @@ OPTIONAL = {
     "case": TEXT,
     "meant": TEXT,
     "metric": TEXT,
-    "about": Field(_place, "an object in which length is a number of tokens, and depth from 0 to 1"),
+    "about": Field(
+        _place,
+        "an object in which length is a number of tokens, depth from 0 to 1, and examples that are lacking are counted",
+    ),
     "asks": Field(_list_of(_place), "a list of objects in which turn is a number, and depth from 0 to 1"),
     "predictions": Field(_list_of(lambda x: isinstance(x, str)), "a list of strings"),
     "likeliest": Field(_list_of(_integer), "a list of ids"),

@@ -102,6 +102,9 @@ def opened(directory: str | Path, run: Mapping[str, Any], rebuild: bool = False)
         with path.open("ab") as file:
             if file.tell() != good:
                 file.truncate(good)
+            if records and not path.read_bytes().endswith(b"\n"):
+                file.write(b"\n")  # a whole line lacks only its end
+                file.flush()
             yield Store(file, records, lambda: _write(directory / RUN, run))
 
 
@@ -131,14 +134,23 @@ def read_run(directory: str | Path) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, bytes up to the end of the last whole line)."""
+    """(records, bytes up to the end of the last whole line, which may lack its line break)."""
     if not path.is_file():
         return [], 0
     data = path.read_bytes()
     good = data.rfind(b"\n") + 1
+    good = len(data) if _whole(data[good:]) else good
     return [
         _record(line, number, path) for number, line in enumerate(data[:good].splitlines(), 1) if line.strip()
     ], good
+
+
+def _whole(line: bytes) -> bool:
+    """Whether a last line without line break is a record, and not what a killed process left of one."""
+    try:
+        return not problem(documents.loads(line))
+    except ValueError:
+        return False
 
 
 def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from kvjax.core.types import KvjaxError
+from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.local import Encoded, encode, folder, lines, maker
 from kvjax.models.model import Model
@@ -38,7 +39,8 @@ def make(metric: str, model: Model, spec: Spec) -> Iterator[Case]:
             encoded, n, at = _fitting(model, shots, row["question"], length)
             context, question = encoded.split(at)
             ask = Ask(question, metric, (row["answer"],), NEW_TOKENS, STOP)
-            yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length, "shots": n})
+            about = {"length": length, **examples.shots(n, SHOTS, len(shots), train, length)}
+            yield Case(task, f"{task}/{length}/{i}", context, (ask,), about=about)
 
 
 def prompt(shots: Sequence[dict], question: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, KvjaxWarning
+from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.models.model import Model
 
@@ -76,11 +78,14 @@ def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[st
     """The cases of all named tasks, in order; raises KvjaxError for an unknown name and what the makers raise.
 
     left_out: is told of each task and length that do not fit together, and the others are made; if none fits, or
-    without `left_out`, that is an error.
+    without `left_out`, that is an error. It is told of tasks whose prompts lack solved examples, too; without it that
+    is a KvjaxWarning.
     """
     found = [case for name in expand(names) for case in _of(name, model, spec, left_out)]
     if not found and left_out is not None:
         raise KvjaxError("no task fits in any of the lengths; use longer ones")
+    for note in examples.notes((case.task, case.about) for case in found):
+        left_out(note) if left_out is not None else warnings.warn(note, KvjaxWarning, stacklevel=2)
     seen: set[tuple[str, str]] = set()
     for case in found:
         if (case.task, case.key) in seen:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
 from kvjax.eval.tasks.local import Encoded, check_lengths, encode, folder, lines, maker
 from kvjax.models.model import Model
@@ -41,11 +42,13 @@ def make(rouge: str, model: Model, spec: Spec) -> Iterator[Case]:
     task = f"xsum.rouge_{rouge}"
     for length in spec.lengths:
         for i, row in enumerate(rows):
-            text, encoded, about = _fitting(model, shots, row, length)
+            text, encoded, n = _fitting(model, shots, row, length)
             context, question = encoded.split(text.rfind(QUESTION) if QUESTION in text else len(text))
             summary = row["summary_gt"] if whole else _clean(row["summary"])
             ask = Ask(question, f"rouge_xsum_{rouge}", (summary,), NEW_TOKENS, STOP)
-            yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length, **about})
+            wanted = 0 if whole else SHOTS  # H2O's prompts bring theirs
+            about = {"length": length, **examples.shots(n, wanted, len(shots), train, length)}
+            yield Case(task, f"{task}/{length}/{i}", context, (ask,), about=about)
 
 
 def prompt(shots: Sequence[dict], row: dict) -> str:
@@ -59,13 +62,14 @@ def prompt(shots: Sequence[dict], row: dict) -> str:
     return "".join(f"{article(s)}{_clean(s['summary'])}\n\n" for s in shots) + article(row)
 
 
-def _fitting(model: Model, shots: Sequence[dict], row: dict, length: int) -> tuple[str, Encoded, dict[str, int]]:
+def _fitting(model: Model, shots: Sequence[dict], row: dict, length: int) -> tuple[str, Encoded, int]:
+    """(text, its ids, shots) with as many of the first shots as fit."""
     for n in range(len(shots), -1, -1):
         text = prompt(shots[:n], row)
         encoded = encode(model, text)
         if len(encoded.ids) <= length:
             break
-    return text, encoded.without_middle(length, 0, len(text)), {"shots": n}
+    return text, encoded.without_middle(length, 0, len(text)), n
 
 
 def _clean(text: str, words: int | None = None) -> str:
