@@ -2,114 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 
-from rich.console import Console
-from rich.table import Table
-
-from checkpoints_convert import convert as converting
-from checkpoints_convert.check import check
-from checkpoints_convert.describe import describe
-from checkpoints_convert.families import FAMILIES
-from checkpoints_convert.progress import progress_bar
-from kvjax.core.types import KvjaxError
-
-EXAMPLES = f"""\
-families: {", ".join(FAMILIES)}
-
-examples:
-  python -m checkpoints_convert inspect Llama-3.2-1B
-  python -m checkpoints_convert convert Llama-3.2-1B llama-1b --dtype bf16
-  python -m checkpoints_convert check   Llama-3.2-1B llama-1b
-  python -m checkpoints_convert convert Qwen3-0.6B-Q8_0.gguf qwen3 --dtype bf16
-"""
-
-CONVERT = """Write SRC as a kvjax directory, one layer at a time. DST appears when it is complete; a checkpoint that
-cannot be converted faithfully (unsupported config; tensors missing, left over, misshapen, truncated or not finite) is
-refused, and nothing is written."""
-CHECK = """Compare config, every tensor (bit for bit, in DST's type) and, where transformers is installed (for GGUF with
-accelerate), the logits of a few short prompts. The exit status is 1 if anything differs."""
-INSPECT = """Show format, sizes and config of a directory or a GGUF file from its headers, and why it cannot be
-converted, if it cannot."""
-
-
-def run_convert(args: argparse.Namespace) -> str:
-    """convert: returns what to print."""
-    with progress_bar("convert") as progress:
-        converting.convert(args.src, args.dst, args.dtype, replace=args.force, progress=progress)
-    return f"wrote {args.dst}; compare it with: python -m checkpoints_convert check {args.src} {args.dst}"
-
-
-def run_check(args: argparse.Namespace) -> str:
-    """check: returns what to print."""
-    with progress_bar("check") as progress:
-        report = check(args.src, args.dst, compare_logits=False if args.tensors_only else None, progress=progress)
-    difference = report.logit_difference
-    why = "" if args.tensors_only else f" (not installed: {', '.join(report.lacking)})"
-    said = (
-        f"not compared{why}" if difference is None else f"within {difference:.1e} of the largest, against transformers"
-    )
-    return f"{args.dst}: config and all {report.tensors} tensors equal the source; logits {said}"
-
-
-def run_inspect(args: argparse.Namespace) -> Table:
-    """inspect: returns what to print."""
-    table = Table(title=str(args.dir), show_header=False, title_justify="left")
-    for label, value in describe(args.dir).items():
-        table.add_row(label, value)
-    return table
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(
-        prog="python -m checkpoints_convert",
-        description="Convert Hugging Face checkpoints (safetensors) and GGUF files to kvjax directories.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = top.add_subparsers(required=True, metavar="convert | check | inspect")
-    one = commands.add_parser("convert", help="write SRC as a kvjax directory DST", description=CONVERT)
-    one.add_argument("src", help="Hugging Face directory (config.json, *.safetensors, tokenizer.json), or a GGUF file")
-    one.add_argument("dst", help="directory to write; it appears when it is complete")
-    one.add_argument("--dtype", choices=converting.DTYPES, help="type of the written weights (default: as stored)")
-    one.add_argument(
-        "--force", action="store_true", help="replace DST if it is a kvjax directory, once the new one is complete"
-    )
-    one.set_defaults(run=run_convert)
-    two = commands.add_parser("check", help="compare DST with SRC: config, every tensor, logits", description=CHECK)
-    two.add_argument("src", help="Hugging Face directory, or GGUF file")
-    two.add_argument("dst", help="kvjax directory made from it")
-    two.add_argument(
-        "--tensors-only", action="store_true", help="leave out the logits (they need both models in memory)"
-    )
-    two.set_defaults(run=run_check)
-    three = commands.add_parser("inspect", help="what a directory or a GGUF file holds", description=INSPECT)
-    three.add_argument("dir", help="Hugging Face or kvjax directory, or GGUF file")
-    three.set_defaults(run=run_inspect)
-    return top
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 1 for a checkpoint that is refused, 2 where files cannot be used.
-
-    130 where it was interrupted.
-    """
+    """Runs one command; returns the exit status of `commands.run`, or 130 where it was interrupted."""
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the locale
-    args = parser().parse_args(argv)
     try:
-        Console(soft_wrap=True, markup=False, highlight=False).print(args.run(args))
-        return 0
-    except KvjaxError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        from checkpoints_convert import commands  # takes seconds, in which it may be interrupted too
+
+        return commands.run(argv)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

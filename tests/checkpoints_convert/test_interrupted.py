@@ -49,6 +49,14 @@ def test_an_interruption_in_the_midst_of_a_part_does_the_same(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interruption_while_modules_are_imported_does_the_same(tmp_path):
+    (tmp_path / "jax.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "checkpoints_convert", "inspect", str(ROOT / "llama3")]
+    path = os.pathsep.join([str(tmp_path), str(ROOT.parent.parent)])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_names_beyond_the_terminals_letters_are_shown(tmp_path, encoding):
     source = shutil.copytree(ROOT / "llama3", tmp_path / "modèle-模型")
