@@ -52,10 +52,16 @@ def test_strings_are_taken_apart_and_joined():
     assert joined(parts_given(text)) == text and parse(text) == parse(joined(parts_given(text)))
 
 
-@pytest.mark.parametrize("text", ["0", "3/2", "half", "1/0", "-1/2"])
+@pytest.mark.parametrize(
+    "text", ["0", "3/2", "half", "1/0", "-1/2", "1e-9999999999", "1e9999999999", "1/" + "9" * 5000]
+)
 def test_what_is_no_share_is_an_error(text):
     with pytest.raises(KvjaxError, match="such as 1/4, got"):
         equal_bytes.shares_of(text)
+
+
+def test_shares_may_be_written_as_any_fraction():
+    assert equal_bytes.shares_of("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
 
 
 def test_the_command_says_what_fits_nowhere(capsys):

@@ -183,6 +183,7 @@ def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, s
         (["--tasks", "askin"], "did you mean 'asking'?"),
         (["--tasks", ","], "no task was named"),
         (["--lengths", "12k"], "'12k', which is no number of tokens"),
+        (["--lengths", "9" * 5000], "which is no number of tokens"),
         (["--lengths", ""], "--lengths names no length"),
         (["--contexts", "0"], "--contexts must be at least 1, got 0"),
         (["--text", "no-such-file"], "there is no file no-such-file"),
@@ -208,3 +209,19 @@ def test_the_list_of_tasks(toy, capsys):
         "asking  Questions that are asked of contexts.",
         "text    Text that follows contexts.",
     ]
+
+
+def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("plots", "report", "panels"):
+        monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
+        monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
+    measured = []
+    compare = command.compare
+    monkeypatch.setattr(
+        command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
+    )
+    assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
+    assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
+    assert (tmp_path / command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
+    assert "plots need matplotlib" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load
 
 CSV = "summary.csv"
+INSTALL = 'pip install "kvjax[eval]"'
 WIDTH = 112  # columns that the table needs, whatever the terminal says
 
 LEAST = {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}
@@ -41,6 +43,8 @@ def run(args: argparse.Namespace) -> None:
     shares = () if args.budget_bytes is None else equal_bytes.shares_of(args.budget_bytes)
     if shares and len(spec.lengths) > 1:
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
+    if lacking := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
+        _say(f"without {' and '.join(lacking)} there will be {CSV} and no page; for that: {INSTALL}")
     model = load(args.model, dtype=args.dtype)
     if spec.chat:
         framed(model, spec)  # without a template that is said now
@@ -81,8 +85,8 @@ def _say(what: str) -> None:
 
 
 def _length(word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise KvjaxError(f"--lengths has {word!r}, which is no number of tokens; for example 512,1024")
+    if not word.isdecimal() or len(word) > 10 or not int(word):
+        raise KvjaxError(f"--lengths has {word!r:.60}, which is no number of tokens; for example 512,1024")
     return int(word)
 
 
@@ -122,10 +126,11 @@ def summarise(out: Path) -> None:
     records = store.read(out)
     rows = summary.rows(records)
     Console(width=max(Console().width, WIDTH)).print(summary.table(rows))
+    print(f"wrote {summary.write_csv(rows, out / CSV)}")  # before what may lack a library
     from kvjax.eval.page import plots, report  # slow to import, and the table is what is waited for
 
     drawn = plots.write(plots.plots(rows, records), out)
-    written = [summary.write_csv(rows, out / CSV), *drawn[:1], report.write(out)]
+    written = [*drawn[:1], report.write(out)]
     print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in written))
 
 

@@ -14,6 +14,7 @@ from kvjax.models.config import Config
 from kvjax.run.planned import planned_bytes
 
 BITS = (8, 4, 3, 2, 1)
+LONGEST = 40  # letters of a share
 
 
 class Fitted(NamedTuple):
@@ -43,12 +44,13 @@ def shares_of(text: str) -> list[Fraction]:
 
 
 def _share(word: str) -> Fraction:
+    exponent = word.lower().partition("e")[2]
     try:
-        share = Fraction(word)
+        share = Fraction(word if len(word) <= LONGEST and len(exponent) <= 3 else 0)  # 1e-9999999999 takes for ever
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not 0 < share <= 1:
-        raise KvjaxError(f"a share of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r}")
+        raise KvjaxError(f"a share of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r:.60}")
     return share
 
 
