@@ -8,11 +8,15 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from kvjax.core import arguments
 from kvjax.core.arguments import DTYPES
 from kvjax.core.files import text_of
 from kvjax.core.program import use_compilation_cache
@@ -27,14 +31,16 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.run.result import Result
 
 
+PLATFORMS = "unset it, or set it to cpu, or install JAX for that device"
 MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
-    for output in (sys.stdout, sys.stderr):
-        if isinstance(output, io.TextIOWrapper):
-            output.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the locale
+    _open_outputs()
+    if sys.flags.optimize > 1:
+        print("kvjax: Python leaves out docstrings, which it shows; use no -OO or PYTHONOPTIMIZE=2", file=sys.stderr)
+        return 2
     # Arguments are UTF-8 too; a byte that is not stays what Python makes of it, and the tokenizer names it.
     given = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]] if argv is None else argv
     args = _parser().parse_args(given)
@@ -50,10 +56,40 @@ def main(argv: list[str] | None = None) -> int:
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
+    except (AssertionError, RuntimeError):  # what JAX raises where it has no device
+        if _devices():
+            raise
+        wanted = f"JAX_PLATFORMS={jax.config.jax_platforms}"
+        print(f"kvjax: {wanted}: JAX finds no such device; {PLATFORMS}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _open_outputs() -> None:
+    """Makes both outputs UTF-8, whatever the locale; one that was closed takes all and keeps nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
+        if isinstance(output := getattr(sys, name), io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _devices() -> bool:
+    """Whether JAX has any, on the platforms that it was told to use."""
+    try:
+        return bool(jax.devices())
+    except (AssertionError, RuntimeError):
+        return False
+
+
+def _integer(word: str) -> int:
+    """A whole number among the arguments."""
+    if not re.fullmatch(r"[+-]?\d{1,18}", word):  # more digits fit in no integer that arrays have
+        raise argparse.ArgumentTypeError(f"{word!r:.60} is no whole number of at most 18 digits")
+    return int(word)
 
 
 def _warn(message: Warning | str, *where: Any) -> None:
@@ -94,13 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
     generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=64)
+    generate.add_argument("--max-new-tokens", type=_integer, default=64)
     generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--top-k", type=_integer)
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=_integer, default=0)
     generate.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     generate.set_defaults(run=_generate)
@@ -129,8 +165,8 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--methods", help="method strings separated by ';' (default: four of different kinds)")
     p.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
     p.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
-    p.add_argument("--steps", type=int, default=32, help="most tokens of the answer (default: %(default)s)")
-    p.add_argument("--tokens", type=int, help="only so many first tokens of the text")
+    p.add_argument("--steps", type=_integer, default=32, help="most tokens of the answer (default: %(default)s)")
+    p.add_argument("--tokens", type=_integer, help="only so many first tokens of the text")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     p.set_defaults(run=_explore)
@@ -141,9 +177,9 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL)
     p.add_argument("out", type=Path, metavar="OUT", help="the file to write, for the method's parameter `table`")
     p.add_argument("--text", type=Path, help="a UTF-8 text to read, for a kind that brings none itself")
-    p.add_argument("--tokens", type=int, default=65_536, help="how much of it (default: %(default)s)")
-    p.add_argument("--context", type=int, default=2048, help="tokens read as one document (default: %(default)s)")
-    p.add_argument("--batch", type=int, default=1, help="documents at a time (default: %(default)s)")
+    p.add_argument("--tokens", type=_integer, default=65_536, help="how much of it (default: %(default)s)")
+    p.add_argument("--context", type=_integer, default=2048, help="tokens read as one document (default: %(default)s)")
+    p.add_argument("--batch", type=_integer, default=1, help="documents at a time (default: %(default)s)")
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     p.set_defaults(run=_calibrate)
 
@@ -159,13 +195,13 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tasks", default="niah,ruler,ppl", help="names separated by commas (default: %(default)s)")
     p.add_argument("--lengths", default="512,1024,2048", help="tokens of a context (default: %(default)s)")
     p.add_argument("--out", type=Path, default=Path("out/eval"), help="where it writes, and goes on from")
-    p.add_argument("--contexts", type=int, default=8, help="cases per task and length (default: %(default)s)")
+    p.add_argument("--contexts", type=_integer, default=8, help="cases per task and length (default: %(default)s)")
     p.add_argument(
-        "--questions", type=int, default=4, help="per context, where a task has several (default: %(default)s)"
+        "--questions", type=_integer, default=4, help="per context, where a task has several (default: %(default)s)"
     )
-    p.add_argument("--depths", type=int, default=5, help="places of a needle (default: %(default)s)")
-    p.add_argument("--batch", type=int, default=8, help="contexts at a time (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--depths", type=_integer, default=5, help="places of a needle (default: %(default)s)")
+    p.add_argument("--batch", type=_integer, default=8, help="contexts at a time (default: %(default)s)")
+    p.add_argument("--seed", type=_integer, default=0)
     p.add_argument(
         "--budget-bytes", help="shares such as 1/2,1/4: each method's size is chosen to take so much of full's bytes"
     )
@@ -203,9 +239,14 @@ def _explore(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     import kvjax
+    from kvjax.eval.page import written
     from kvjax.run import calibrate
 
     calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
+    for name in ("tokens", "context", "batch"):
+        arguments.integer(f"--{name}", getattr(args, name))
+    if args.text is not None:
+        written.spare(args.text, "--text", args.out)
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
         documents = calibrate.pieces(model, text_of(args.text, "--text"), args.tokens, args.context)
@@ -270,7 +311,11 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
 
 def _read(name: str) -> str:
     """A file's text, or what stdin holds for "-"; UTF-8 whatever the locale."""
-    return sys.stdin.buffer.read().decode("utf-8") if name == "-" else text_of(Path(name), "--prompt-file")
+    if name != "-":
+        return text_of(Path(name), "--prompt-file")
+    if sys.stdin is None:
+        raise KvjaxError("--prompt-file - reads standard input, which is closed; give it a text, or name a file")
+    return sys.stdin.buffer.read().decode("utf-8")
 
 
 def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -112,3 +113,87 @@ def test_an_ascii_terminal_and_an_argument_that_is_no_utf_8():
     assert done.returncode == 0, done.stderr.decode()
     done = subprocess.run([*command, b"caf\xe9"], env=ascii_only, capture_output=True)
     assert done.returncode == 2 and b"valid UTF-8" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--batch", "0"], "--batch must be an integer from 1 to 2147483647, got 0"),
+        (["--batch", "-1"], "--batch must be an integer from 1"),
+        (["--context", "0"], "--context must be an integer from 1"),
+        (["--context", "-5"], "--context must be an integer from 1"),
+        (["--tokens", "-5"], "--tokens must be an integer from 1"),
+    ],
+)
+def test_calibrate_names_the_number_that_cannot_be(args, says, tmp_path, capsys):
+    assert cli.main(["calibrate", "bases", "testbed", str(tmp_path / "out"), "--text", __file__, *args]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_calibrate_refuses_a_parameter_of_thousands_of_digits(capsys):
+    assert cli.main(["calibrate", f"joint_bases:heads={'9' * 5000}", "testbed", "out"]) == 2
+    assert "is no kind of table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["explore", "--out"], ["calibrate", "bases", "testbed"]])
+@pytest.mark.parametrize("link", ["the same", "symlink", "hardlink"])
+def test_what_is_read_is_not_written_over(command, link, tmp_path, capsys):
+    text, out = tmp_path / "story.txt", tmp_path / "story.txt"
+    text.write_text("a story")
+    if link != "the same":
+        out = tmp_path / "link"
+        (out.symlink_to if link == "symlink" else out.hardlink_to)(text)
+    assert cli.main([*command, str(out), "--text", str(text)]) == 2
+    assert f"{out} is the file that --text reads" in capsys.readouterr().err and text.read_text() == "a story"
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--top-k", "--seed"])
+@pytest.mark.parametrize("number", ["9" * 5000, "1.5", "1_0", ""])
+def test_a_number_of_too_many_digits_is_named_with_its_option(option, number, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["generate", "--prompt", "a", option, number])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {option}: " in error and "is no whole number of" in error
+    assert len(error) < 2000
+
+
+def ran(line, **environment):
+    """The command line in a shell of its own, whose streams it may close."""
+    command = f"{shlex.quote(sys.executable)} -m kvjax {line}"
+    return subprocess.run(["sh", "-c", command], env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "no_such_one"])
+def test_a_platform_that_is_not_there_is_named_with_the_remedy(platform):
+    done = ran("generate --prompt a --max-new-tokens 1", JAX_PLATFORMS=platform)
+    if platform == "cuda" and done.returncode == 0:
+        pytest.skip("this machine has one")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"kvjax: JAX_PLATFORMS={platform}: JAX finds no such device; unset it" in done.stderr
+
+
+def test_an_error_that_is_not_of_the_platform_is_not_hidden(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("kvjax.run.generate.start", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main(["generate", "--prompt", "a"])
+
+
+def test_closed_streams_end_in_no_traceback():
+    done = ran("methods >&-")
+    assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
+    done = ran("generate --prompt-file - <&-")
+    assert done.returncode == 2 and "--prompt-file - reads standard input, which is closed" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = ran("methods >&- 2>&-")
+    assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
+    done = ran("generate --method kcach --prompt a 2>&-")
+    assert done.returncode == 2 and done.stdout == ""
+
+
+def test_python_without_docstrings_is_told():
+    done = ran("methods", PYTHONOPTIMIZE="2")
+    assert done.returncode == 2 and done.stdout == "" and "use no -OO or PYTHONOPTIMIZE=2" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -14,6 +14,7 @@ from rich.progress import track
 from kvjax.cache import given
 from kvjax.cache.contract import LayerSpec, Needs, Traits
 from kvjax.cache.tables import KINDS, Kind
+from kvjax.core import arguments
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.catalogue import load_all
@@ -63,13 +64,13 @@ def kind_of(text: str) -> Kind:
     load_all()  # the files of methods register the kinds that these need
     name, _, given = text.partition(":")
     if name not in KINDS:
-        raise KvjaxError(f"unknown kind of table {name!r}; there are {', '.join(sorted(KINDS))}")
+        raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(KINDS))}")
     pairs = [pair.partition("=") for pair in given.split(",") if pair]
     known = {f.name for f in dataclasses.fields(KINDS[name])} if dataclasses.is_dataclass(KINDS[name]) else set()
     for key, _, value in pairs:
-        if key not in known or not value.isdecimal():
+        if key not in known or not value.isdecimal() or len(value) > 10:
             has = " and ".join(f"{k}=NUMBER" for k in sorted(known)) or "no parameters"
-            raise KvjaxError(f"{text!r} is no kind of table: {name} has {has}")
+            raise KvjaxError(f"{text!r:.80} is no kind of table: {name} has {has}")
     return dataclasses.replace(KINDS[name], **{key: int(value) for key, _, value in pairs}) if pairs else KINDS[name]
 
 
@@ -78,6 +79,7 @@ def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) ->
 
     A kind that brings documents of its own needs none, and does not look at these.
     """
+    arguments.integer("rows", rows)
     counting = Counting(kind_of(kind))
     own = counting.kind.documents(model.config.vocab_size, model.config.max_positions)
     if own is None and documents is None:
@@ -106,7 +108,8 @@ def calibrate(
 
 def pieces(model: Model, text: str, tokens: int, context: int) -> Sequence[Sequence[int]]:
     """The first `tokens` tokens of a text, in documents of `context` tokens; raises KvjaxError for too short a text."""
-    if context < 1 or tokens < context:
+    arguments.integer("context", context)
+    if tokens < context:
         raise KvjaxError(f"tokens must be at least one context of {context} tokens, got {tokens}; raise tokens")
     if context > model.config.max_positions:
         raise KvjaxError(f"the model has {model.config.max_positions} positions, got a context of {context}; lower it")
