@@ -16,7 +16,7 @@ import kvjax
 from kvjax.cache.given import write
 from kvjax.core.types import KvjaxError
 from kvjax.eval import Spec, compare
-from kvjax.eval.run.identity import identity, identity_now
+from kvjax.methods.identity import identity, identity_now
 from kvjax.methods.strings import named
 from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
 from kvjax.run.plan import specs

@@ -38,6 +38,16 @@ def identity(method: Any) -> str:
     return hashlib.sha256(json.dumps(_said(method, set())).encode()).hexdigest()[:16]
 
 
+def is_ones_own(method: Any) -> bool:
+    """Whether any part of a method is of a class that is not kvjax's."""
+    if type(method) is tuple:
+        return any(map(is_ones_own, method))
+    if not dataclasses.is_dataclass(method):
+        return False
+    parts = (getattr(method, f.name, None) for f in dataclasses.fields(method))
+    return not _is_kvjaxs(type(method).__module__) or any(map(is_ones_own, parts))
+
+
 def _said(value: Any, seen: set[int]) -> Any:
     """A value in lists and texts, without addresses; seen: ids of what has been described above."""
     if id(value) in seen:
@@ -88,11 +98,11 @@ def _function(function: types.FunctionType, seen: set[int]) -> Any:
 def _body(code: types.CodeType, known: dict[str, Any], seen: set[int]) -> Any:
     """Instructions and constants of a function, and what it uses of the module in which it was written."""
     constants = [_body(c, known, seen) if isinstance(c, types.CodeType) else _said(c, seen) for c in code.co_consts]
-    used = [_said(known[n], seen) for n in code.co_names if _is_ones_own(known.get(n))]
+    used = [_said(known[n], seen) for n in code.co_names if _is_told(known.get(n))]
     return [code.co_code.hex(), code.co_names, constants, used]
 
 
-def _is_ones_own(value: Any) -> bool:
+def _is_told(value: Any) -> bool:
     """Whether a value is data, or a module, function or class that is neither kvjax's nor installed."""
     if isinstance(value, types.ModuleType):
         return not _is_installed(value.__name__)

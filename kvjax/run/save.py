@@ -20,6 +20,7 @@ from kvjax.cache.shared import Shared, SharedState
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes
 from kvjax.core.types import Array, KvjaxError
+from kvjax.methods.identity import identity, is_ones_own
 from kvjax.methods.strings import method_of, name_of, parts_of
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -28,13 +29,14 @@ from kvjax.run.plan import bind
 from kvjax.run.planned import abstract_state
 from kvjax.run.prompts import BUCKET, place
 
-FORMAT = archive.Format("kvjax-context", 2, {"method": str, "capacity": int, "layers": int})
+FORMAT = archive.Format("kvjax-context", 2, {"method": str, "code": str, "capacity": int, "layers": int})
 
 
 def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:
     """Writes the file, whole or not at all: it takes its place only when all of it is on disk."""
     arrays = {"last": last, "length": cache.length, **_by_name(cache.layers)}
-    header = {"method": name_of(method), "capacity": cache.capacity, "layers": len(cache.layers)}
+    header = {"method": name_of(method), "code": _code(method)}
+    header |= {"capacity": cache.capacity, "layers": len(cache.layers)}
     return archive.write(path, FORMAT, model, header, arrays)
 
 
@@ -42,9 +44,18 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
     """(the method, the cache, the logits of each row's last token f32[B V]); raises as `kvjax.resume` does."""
     header, found = archive.read(path, FORMAT, model)
     method = _method(header["method"], method, path)
+    if header["code"] != _code(method):
+        raise KvjaxError(
+            f"{path} was saved under {header['method']} when its code or values were others; read the documents again"
+        )
     layers = _layers(model, method, header, found, path)
     last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
     return method, Cache(layers, length, header["capacity"], bind(method, model.config), model.config), last
+
+
+def _code(method: KVMethod) -> str:
+    """The identity of a method of one's own; nothing of kvjax's, which are known by their strings."""
+    return identity(method) if is_ones_own(method) else ""
 
 
 def _by_name(layers: Sequence[Any]) -> dict[str, Array]:

@@ -15,10 +15,10 @@ from rich.progress import Progress
 from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
-from kvjax.eval.run.identity import identity_now
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
+from kvjax.methods.identity import identity_now
 from kvjax.methods.strings import Methods, named, parts_of
 from kvjax.models.model import Model
 from kvjax.run.planned import planned_bytes
