@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import io
 import json
 import os
@@ -352,7 +351,7 @@ def _as_text(recipe: Recipe) -> str:
     given = ", ".join(f"{n}: {p.annotation.__name__} = {p.default}" for n, p in recipe.parameters.items())
     lines = [f"source: {recipe.source}"]
     lines += [f"differs: {recipe.differs}"] if recipe.differs else []
-    lines += inspect.getdoc(recipe.make).splitlines()
+    lines += recipe.text.splitlines()
     return f"{recipe.name}({given})\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines)
 
 

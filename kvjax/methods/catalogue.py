@@ -43,7 +43,12 @@ class Recipe:
     @property
     def summary(self) -> str:
         """What it does, in one line."""
-        return inspect.getdoc(self.make).splitlines()[0]
+        return self.text.partition("\n")[0]
+
+    @property
+    def text(self) -> str:
+        """What its docstring says; nothing where there is none."""
+        return inspect.getdoc(self.make) or ""
 
 
 LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer

@@ -9,6 +9,7 @@ import pytest
 from kvjax import Method, compose, name_of, parse, parse_many, zoo
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.methods.catalogue import load_all
 from kvjax.methods.kcache import TopV
 from kvjax.parts import recipe
 from kvjax.run.plan import bind
@@ -85,6 +86,14 @@ def test_no_method_is_an_error():
 def test_every_recipe_has_a_source_and_a_summary():
     for r in zoo.RECIPES.values():
         assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
+
+
+def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
+    @recipe("an idea of mine")
+    def silent(budget: int = 4) -> Method:
+        return Method()
+
+    assert load_all()["silent"].summary == load_all()["silent"].text == ""
 
 
 def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
