@@ -231,6 +231,21 @@ def test_a_replacement_that_fails_at_the_last_step_leaves_the_old_one(saved, par
     assert [p.name for p in saved.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_write_that_fails_before_it_begins_leaves_nothing(tmp_path, monkeypatch, error):
+    mkdir = type(tmp_path).mkdir
+
+    def fails(self, *args, **more):
+        if self.name == "params":
+            raise error
+        mkdir(self, *args, **more)
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", fails)
+    with pytest.raises(error):
+        checkpoint.Writer(tmp_path / "model", CONFIG, "float32").__enter__()
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_set_aside_by_a_killed_replacement_goes_back(saved, params):
     doubled = jax.tree.map(lambda x: 2 * x, params)
     writer = written(saved, doubled)

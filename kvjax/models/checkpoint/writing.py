@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -63,6 +64,8 @@ class Writer:
             self.partial, self._old = self._work / NEW, self._work / OLD
             (self.partial / PARTS).mkdir(parents=True)
         except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                self._clear()
             self._release()
             raise
         return self
