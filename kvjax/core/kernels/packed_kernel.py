@@ -93,7 +93,7 @@ class Refs(NamedTuple):
 
 def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_ref, o_ref, m_ref, l_ref):
     """The program: ROWS queries, and the rest as in `packed.attend` without the axes B and K."""
-    refs, row, col = Refs(kw, ks, kl, vw, vs, vl, pos), _range(2 * ROWS), _range(2 * plan.width)[None]
+    refs, row, col = Refs(kw, ks, kl, vw, vs, vl, pos), span(2 * ROWS), span(2 * plan.width)[None]
     query = _query(plan, row % ROWS)
     real = query < plan.queries
     mask = real[:, None] & (col // 2 < plan.channels) & (col % 2 == row[:, None] // ROWS)
@@ -118,7 +118,7 @@ def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_re
 
 def _store(plan: Plan, o, m, l, o_ref, m_ref, l_ref):
     """Merges the halves and writes them."""
-    row, col = _range(ROWS), _range(plan.chunk)[None]
+    row, col = span(ROWS), span(plan.chunk)[None]
     real, top = _query(plan, row) < plan.queries, m.max(0)
     w = jnp.exp2(m - top[None])
     for c, x in enumerate(o):
@@ -137,13 +137,13 @@ def _query(plan: Plan, row):
 def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, carry):
     """The online softmax, in powers of two, over the WORDS rows of words from `first` on."""
     o, m, l = carry
-    upper = (_range(2 * ROWS) < ROWS)[:, None]
+    upper = (span(2 * ROWS) < ROWS)[:, None]
     keys, values = _keys(plan, refs, settled, first), None
     for start in range(0, plan.per // 2, 2 * STEPS):
         steps = range(start, min(start + 2 * STEPS, plan.per // 2), 2)
         s = []
         for j in steps:
-            x = _dot(q, keys(j).T) * (math.log2(math.e) * plan.channels**-0.5)
+            x = dot(q, keys(j).T) * (math.log2(math.e) * plan.channels**-0.5)
             s.append(jnp.where(_visible(plan, refs, q_pos, settled, first, j), x, NEG))
         values = values or _values(plan, refs, settled, first)
         top = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(1))
@@ -152,15 +152,15 @@ def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, carry):
         o, m, l = [x * shrink for x in o], top, functools.reduce(jnp.add, p, l * shrink)
         for j, x in zip(steps, p, strict=True):
             x = _beside(jnp.where(upper, x, 0.0), jnp.where(upper, 0.0, x)).astype(plan.dtype)
-            o = [y + _dot(x, v) for y, v in zip(o, values(j), strict=True)]
+            o = [y + dot(x, v) for y, v in zip(o, values(j), strict=True)]
     return tuple(o), m, l
 
 
 def _visible(plan: Plan, refs: Refs, q_pos, settled, first, j):
     """bool[(half, query), (plane, word)]: what the queries see of step j."""
-    col = _range(2 * WORDS)
+    col = span(2 * WORDS)
     halves = (_pos(plan, refs, settled, first + col % WORDS, j + col // WORDS + x)[1] for x in (0, plan.per // 2))
-    upper = (_range(2 * ROWS) < ROWS)[:, None]
+    upper = (span(2 * ROWS) < ROWS)[:, None]
     pos, t = jnp.where(upper, *(x[None] for x in halves)), q_pos[:, None]
     ok = (pos >= 0) & (pos <= t)
     return ok if plan.window is None else ok & (pos > t - plan.window)
@@ -179,7 +179,7 @@ def _clip(plan: Plan, word):
 
 def _keys(plan: Plan, refs: Refs, settled, first):
     """Step -> tile [(plane, word), (channel, half)]."""
-    word = _clip(plan, first + _range(WORDS))
+    word = _clip(plan, first + span(WORDS))
 
     def load(ref, row, ok=None):
         return _load(ref, row, 0, plan.channels, plan.width, ok)
@@ -203,7 +203,7 @@ def _keys(plan: Plan, refs: Refs, settled, first):
 
 def _values(plan: Plan, refs: Refs, settled, first):
     """Step -> tiles [(plane, word, half), channel], one per group of channels."""
-    n, row, word = plan.v_group, _range(4 * WORDS), _clip(plan, first + _range(WORDS))
+    n, row, word = plan.v_group, span(4 * WORDS), _clip(plan, first + span(WORDS))
     words = [_load(refs.v_words, word, c * n, n, plan.chunk) for c in range(plan.channels // n)]
 
     def tiles(j):
@@ -268,18 +268,19 @@ def _multiply_add(plan: Plan, x, y, z):
     return out
 
 
-def _range(n: int) -> Array:
+def span(n: int) -> Array:
+    """0 .. n - 1."""
     return jnp.arange(n, dtype=jnp.int32)
 
 
-def _dot(a, b):
+def dot(a, b):
     """Products of float32 in float32, not TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _load(ref, row, start: int, n: int, width: int, ok=None):
     """Channels start..start+n-1 of the rows i32[R] -> [R width], 0 beyond, and in rows that are not ok bool[R]."""
-    col = _range(width)[None]
+    col = span(width)[None]
     index, mask = ref.at[row[:, None], start + col], None if n == width else col < n
     if ok is not None:
         mask = ok[:, None] if mask is None else ok[:, None] & mask

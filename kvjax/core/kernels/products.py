@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kvjax.core.kernels.packed import PROGRAMS, Codes
+from kvjax.core.kernels.packed_kernel import dot, span
 from kvjax.core.types import Array
 
 QUERIES = 64  # of a key/value head that one program takes at most
@@ -90,6 +91,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
+        """Of all words."""
         return self.rows * self.per
 
     @property
@@ -120,19 +122,19 @@ def _whole(x: Array) -> pl.BlockSpec:
 
 def _scores(plan: Plan, q_ref, words_ref, scale_ref, lo_ref, out_ref):
     """One program: the scores of WORDS rows of words."""
-    query, channel = _range(plan.height)[:, None], _range(plan.width)[None]
+    query, channel = span(plan.height)[:, None], span(plan.width)[None]
     inside = (query < plan.queries) & (channel < plan.channels)
     q = triton.load(q_ref.at[query, channel], mask=inside, other=0).astype(plan.dtype)
     block = _Block(plan, (words_ref, scale_ref, lo_ref), pl.program_id(2) * WORDS)
     for j in range(plan.per):
-        s = _dot(q, block.numbers(j).T) * plan.channels**-0.5
+        s = dot(q, block.numbers(j).T) * plan.channels**-0.5
         slot = block.word * plan.per + j
         triton.store(out_ref.at[query, slot[None]], s, mask=(query < plan.queries) & (block.word < plan.rows)[None])
 
 
 def _mix(plan: Plan, p_ref, words_ref, scale_ref, lo_ref, out_ref):
     """One program: the mixture of every `splits`-th block of WORDS rows of words."""
-    query, channel = _range(plan.height)[:, None], _range(plan.width)[None]
+    query, channel = span(plan.height)[:, None], span(plan.width)[None]
     split, splits = pl.program_id(2), pl.num_programs(2)
 
     def add(i, out):
@@ -141,7 +143,7 @@ def _mix(plan: Plan, p_ref, words_ref, scale_ref, lo_ref, out_ref):
         for j in range(plan.per):
             slot = block.word * plan.per + j
             p = triton.load(p_ref.at[query, slot[None]], mask=mask, other=0).astype(plan.dtype)
-            out = out + _dot(p, block.numbers(j))
+            out = out + dot(p, block.numbers(j))
         return out
 
     mine = pl.cdiv(jnp.maximum(pl.cdiv(plan.rows, WORDS) - split, 0), splits)
@@ -154,9 +156,9 @@ class _Block:
     """WORDS rows of words from `first` on, some of them maybe behind the last."""
 
     def __init__(self, plan: Plan, refs, first):
-        self.plan, self.word = plan, first + _range(WORDS)
+        self.plan, self.word = plan, first + span(WORDS)
         self._words_ref, self._scale_ref, self._lo_ref = refs
-        self._channel = _range(plan.width)[None]
+        self._channel = span(plan.width)[None]
         self._mask = (self.word < plan.rows)[:, None] & (self._channel < plan.channels)
         self._words = triton.load(self._words_ref.at[self.word[:, None], self._channel], mask=self._mask, other=0)
         self._known: dict[int, tuple] = {}
@@ -179,12 +181,3 @@ class _Block:
                 for ref in (self._scale_ref, self._lo_ref)
             )
         return self._known[first]
-
-
-def _range(n: int) -> Array:
-    return jnp.arange(n, dtype=jnp.int32)
-
-
-def _dot(a, b):
-    """Products of float32 in float32, not TF32."""
-    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
