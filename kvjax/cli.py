@@ -37,9 +37,6 @@ MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 def main(argv: list[str] | None = None) -> int:
     """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
     _open_outputs()
-    if sys.flags.optimize > 1:
-        print("kvjax: Python leaves out docstrings, which it shows; use no -OO or PYTHONOPTIMIZE=2", file=sys.stderr)
-        return 2
     # Arguments are UTF-8 too; a byte that is not stays what Python makes of it, and the tokenizer names it.
     given = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]] if argv is None else argv
     args = _parser().parse_args(given)

@@ -193,7 +193,6 @@ def test_closed_streams_end_in_no_traceback():
     assert done.returncode == 2 and done.stdout == ""
 
 
-def test_python_without_docstrings_is_told():
+def test_python_may_leave_docstrings_out():
     done = ran("methods", PYTHONOPTIMIZE="2")
-    assert done.returncode == 2 and done.stdout == "" and "use no -OO or PYTHONOPTIMIZE=2" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 0 and done.stderr == "" and "\nkcache(n: int = 128" in done.stdout
