@@ -25,6 +25,12 @@ def test_a_directory_comes_before_the_model_of_its_name(tmp_path, monkeypatch, n
     assert located(name) == pathlib.Path(name)
 
 
+def test_a_directory_without_a_checkpoint_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "testbed").mkdir()
+    assert located("testbed").parent.name == "kvjax"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_is_never_a_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -85,12 +85,12 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
 
 
 def located(name: str) -> Any:
-    """The directory of a model: a path that exists, "testbed", or one that a package brings, which is converted first.
+    """The directory of a model: one that holds a checkpoint, "testbed", or that of a package, converted first.
 
-    A path that does not exist stays as it is.
+    Any other path stays as it is.
     """
     path = pathlib.Path(name)
-    if path.exists():
+    if (path / checkpoint.MANIFEST).exists():
         return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"
