@@ -130,6 +130,7 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
     name, _, arguments = text.partition(":")
     name, recipes = name.strip(), load_all()
     if name not in recipes:
+        _check_no_path(name)
         raise KvjaxError(f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all")
     given: dict[str, Any] = {}
     for part in arguments.split(","):
@@ -149,11 +150,21 @@ def _argument(recipe: Recipe, text: str) -> tuple[str, Any]:
     key, equals, value = (x.strip() for x in text.partition("="))
     known = recipe.parameters
     if key not in known:
+        _check_no_path(key)
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise KvjaxError(f"{recipe.name} has no parameter {key!r}{_nearest(key, known)}; {has}")
     if not equals or not value:
         raise KvjaxError(f"parameter {key!r} of {recipe.name} needs a value, as in {key}={known[key].default}")
     return key, _value(recipe.name, known[key], value)
+
+
+def _check_no_path(text: str) -> None:
+    """Raises KvjaxError where a method or parameter is looked for in a piece of a path."""
+    if "/" in text:
+        raise KvjaxError(
+            f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: rename "
+            "it, or call the recipe in Python, as kvjax.zoo.cskv(table=...)"
+        )
 
 
 def _value(recipe: str, parameter: inspect.Parameter, text: str) -> Any:

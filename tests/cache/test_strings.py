@@ -88,6 +88,14 @@ def test_every_recipe_has_a_source_and_a_summary():
         assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
 
 
+@pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])
+def test_a_path_that_is_cut_by_what_divides_methods_is_recognised(text):
+    with pytest.raises(
+        KvjaxError, match="/t.st' seems to be the end of a path, and a path in a method's string has no"
+    ):
+        parse(text)
+
+
 def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
     @recipe("an idea of mine")
     def silent(budget: int = 4) -> Method:
