@@ -162,8 +162,8 @@ def _check_no_path(text: str) -> None:
     """Raises KvjaxError where a method or parameter is looked for in a piece of a path."""
     if "/" in text:
         raise KvjaxError(
-            f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: rename "
-            "it, or call the recipe in Python, as kvjax.zoo.cskv(table=...)"
+            f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: "
+            "rename it, or call the recipe in Python, as kvjax.zoo.cskv(table=...)"
         )
 
 
