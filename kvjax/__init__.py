@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from kvjax import reuse, zoo
+from kvjax import methods, reuse
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.contract import Cache
 from kvjax.cache.contract import Cache as State
@@ -73,5 +73,5 @@ __all__ = [
     "state_bytes",
     "stream",
     "stream_text",
-    "zoo",
+    "methods",
 ]

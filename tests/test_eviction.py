@@ -65,7 +65,7 @@ def larger_heads():
 
 @pytest.fixture(scope="module")
 def full(model):
-    return kvjax.generate(model, FEW, kvjax.zoo.full(), max_new_tokens=8).tokens
+    return kvjax.generate(model, FEW, kvjax.methods.full(), max_new_tokens=8).tokens
 
 
 @pytest.mark.parametrize("method", EACH)

@@ -67,7 +67,7 @@ def test_every_loop_and_stream_make_the_same_tokens(model, method, temperature):
 
 def test_offload_is_full_bit_for_bit(model):
     out = []
-    for method in (kvjax.zoo.full(), kvjax.zoo.offload()):
+    for method in (kvjax.methods.full(), kvjax.methods.offload()):
         last, state = kvjax.prefill(model, PROMPTS, method)
         logits, _ = kvjax.extend(model, [[5, 6, 7, 8], [1, 2, 3, 4], [3, 3, 3, 3]], state, method)
         out.append((np.asarray(last), np.asarray(logits)))
@@ -75,7 +75,7 @@ def test_offload_is_full_bit_for_bit(model):
 
 
 def test_rows_end_on_any_end_of_sequence_id_and_all_ended_stops_the_loop(model):
-    method = kvjax.zoo.full()
+    method = kvjax.methods.full()
     free = kvjax.generate(model, PROMPTS, method, max_new_tokens=12, eos_ids=()).tokens
     ends = (free[0][2], free[1][4])
     out = kvjax.generate(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends)
@@ -90,9 +90,9 @@ def test_rows_end_on_any_end_of_sequence_id_and_all_ended_stops_the_loop(model):
 
 def test_a_row_samples_the_same_alone_and_in_company(model):
     options = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.95, "seed": 7}
-    together = kvjax.generate(model, PROMPTS, kvjax.zoo.full(), **options).tokens
-    assert kvjax.generate(model, PROMPTS[:1], kvjax.zoo.full(), **options).tokens[0] == together[0]
-    other = kvjax.generate(model, PROMPTS, kvjax.zoo.full(), **{**options, "seed": 8}).tokens
+    together = kvjax.generate(model, PROMPTS, kvjax.methods.full(), **options).tokens
+    assert kvjax.generate(model, PROMPTS[:1], kvjax.methods.full(), **options).tokens[0] == together[0]
+    other = kvjax.generate(model, PROMPTS, kvjax.methods.full(), **{**options, "seed": 8}).tokens
     assert other != together
 
 
@@ -156,19 +156,19 @@ def test_one_trace_serves_prompts_of_one_size():
     setting = forward.Setting(model.config)
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), setting)
-    kvjax.prefill(model, [[1, 2, 3]], kvjax.zoo.full(), capacity=64)
+    kvjax.prefill(model, [[1, 2, 3]], kvjax.methods.full(), capacity=64)
     before = len(LAYER_IN_PLACE._done)
     for prompts in ([[4] * 60], [[7] * 33]):
-        kvjax.prefill(model, prompts, kvjax.zoo.full(), capacity=64)
+        kvjax.prefill(model, prompts, kvjax.methods.full(), capacity=64)
     assert len(LAYER_IN_PLACE._done) == before
 
 
 @pytest.mark.parametrize(("loop", "program"), [("while", UNTIL), ("layers", AFTER)])
 def test_sampling_numbers_do_not_recompile(model, loop, program):
     args = {"max_new_tokens": 4, "eos_ids": (), "loop": loop}
-    kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.5, top_k=4, **args)
+    kvjax.generate(model, PROMPTS, kvjax.methods.full(), temperature=0.5, top_k=4, **args)
     before = len(program._done)
-    kvjax.generate(model, PROMPTS, kvjax.zoo.full(), temperature=0.9, top_k=7, **args)
+    kvjax.generate(model, PROMPTS, kvjax.methods.full(), temperature=0.9, top_k=7, **args)
     assert len(program._done) == before
 
 
@@ -178,33 +178,36 @@ def test_bytes_of_the_result_are_the_states(model):
     book = c.layers * (4 * B * S + 4 * B) + 4 * B
     out = kvjax.generate(model, PROMPTS, kvjax.parse("kcache:device_layers=1"), max_new_tokens=4)
     assert out.bytes == {"device": 4 * kv + book, "pinned_host": 2 * kv}
-    assert kvjax.generate(model, PROMPTS, kvjax.zoo.full(), max_new_tokens=4).bytes["device"] == 6 * kv + book
+    assert kvjax.generate(model, PROMPTS, kvjax.methods.full(), max_new_tokens=4).bytes["device"] == 6 * kv + book
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda m: kvjax.generate(m, [], kvjax.zoo.full()), "no prompts"),
-        (lambda m: kvjax.generate(m, [[1], []], kvjax.zoo.full()), "prompt 1 is empty"),
-        (lambda m: kvjax.generate(m, [[97]], kvjax.zoo.full()), "token id 97, outside the vocabulary 0..96"),
-        (lambda m: kvjax.generate(m, [[-1]], kvjax.zoo.full()), "token id -1"),
-        (lambda m: kvjax.generate(m, [[0.5]], kvjax.zoo.full()), "flat list of integer ids"),
+        (lambda m: kvjax.generate(m, [], kvjax.methods.full()), "no prompts"),
+        (lambda m: kvjax.generate(m, [[1], []], kvjax.methods.full()), "prompt 1 is empty"),
+        (lambda m: kvjax.generate(m, [[97]], kvjax.methods.full()), "token id 97, outside the vocabulary 0..96"),
+        (lambda m: kvjax.generate(m, [[-1]], kvjax.methods.full()), "token id -1"),
+        (lambda m: kvjax.generate(m, [[0.5]], kvjax.methods.full()), "flat list of integer ids"),
         (lambda m: kvjax.read(m, [1, 2, 3], "full"), r"^\[1, 2, 3\] looks like .* one prompt; .*: \[\[1, 2, 3\]\]$"),
         (lambda m: kvjax.read(m, np.arange(9), "full"), r"give a list of prompts: \[\[0, 1, 2, \.\.\]\]"),
         (lambda m: kvjax.read(m, jax.numpy.arange(2), "full"), r"give a list of prompts: \[\[0, 1\]\]"),
-        (lambda m: kvjax.generate(m, ["text"], kvjax.zoo.full()), "no tokenizer.json"),
+        (lambda m: kvjax.generate(m, ["text"], kvjax.methods.full()), "no tokenizer.json"),
         (
-            lambda m: kvjax.generate(m, [[1]], kvjax.zoo.full(), max_new_tokens=0),
+            lambda m: kvjax.generate(m, [[1]], kvjax.methods.full(), max_new_tokens=0),
             "max_new_tokens must be an integer from 1",
         ),
-        (lambda m: kvjax.generate(m, [[1] * 9], kvjax.zoo.full(), capacity=10), "capacity 10 is too small"),
-        (lambda m: kvjax.generate(m, [[1]], kvjax.zoo.full(), loop="for"), "loop must be"),
-        (lambda m: kvjax.generate(m, [[1]], kvjax.zoo.kcache(device_layers=4)), "device_layers=4 but the model has 3"),
-        (lambda m: kvjax.zoo.kcache(n=0), "n must be at least 1"),
-        (lambda m: kvjax.zoo.kcache(granularity="head"), "granularity must be"),
-        (lambda m: kvjax.zoo.kcache(device_layers=-1), "device_layers must be 0 or more"),
-        (lambda m: kvjax.prefill(m, [[1]], kvjax.zoo.full(), chunk=0), "chunk must be an integer from 1"),
-        (lambda m: kvjax.score(m, [[1]], [[1], [2]], kvjax.zoo.full()), "1 prompts but 2 continuations"),
+        (lambda m: kvjax.generate(m, [[1] * 9], kvjax.methods.full(), capacity=10), "capacity 10 is too small"),
+        (lambda m: kvjax.generate(m, [[1]], kvjax.methods.full(), loop="for"), "loop must be"),
+        (
+            lambda m: kvjax.generate(m, [[1]], kvjax.methods.kcache(device_layers=4)),
+            "device_layers=4 but the model has 3",
+        ),
+        (lambda m: kvjax.methods.kcache(n=0), "n must be at least 1"),
+        (lambda m: kvjax.methods.kcache(granularity="head"), "granularity must be"),
+        (lambda m: kvjax.methods.kcache(device_layers=-1), "device_layers must be 0 or more"),
+        (lambda m: kvjax.prefill(m, [[1]], kvjax.methods.full(), chunk=0), "chunk must be an integer from 1"),
+        (lambda m: kvjax.score(m, [[1]], [[1], [2]], kvjax.methods.full()), "1 prompts but 2 continuations"),
         (lambda m: kvjax.generate("testbed", [[1]], "full"), "the model comes first, as kvjax.load gives it"),
         (lambda m: kvjax.generate(m, None, "full"), "in a list or an array, got None"),
         (lambda m: kvjax.generate(m, (x for x in ["a"]), "full"), "in a list or an array, got <generator"),
@@ -253,7 +256,7 @@ def test_input_that_cannot_be_used_is_named(model, call, says):
 
 
 def test_overrun_of_a_state_is_an_error_before_the_run(model):
-    method = kvjax.zoo.full()
+    method = kvjax.methods.full()
     _, state = kvjax.prefill(model, [[1] * 60], method, capacity=64)
     with pytest.raises(KvjaxError, match="room for 64 tokens per row and holds 60; 5 more do not fit"):
         kvjax.extend(model, [[1] * 5], state, method)

@@ -60,7 +60,7 @@ def test_only_true_tokens_are_kept(model):
         carry = step(model.params, carry, s, setting=setting)
     assert [row.tolist() for row in np.asarray(carry.out)] == out.tokens
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
-    _, state = kvjax.prefill(model, whole, kvjax.zoo.offload(), capacity=64)
+    _, state = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
     np.testing.assert_array_equal(carry.cache.length, state.length)
     for got, want in zip(carry.cache.layers, state.layers, strict=True):
         np.testing.assert_array_equal(got.pos, want.pos)

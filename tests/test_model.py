@@ -29,7 +29,7 @@ def test_it_loads_to_a_wanted_dtype_and_mesh(model):
     assert half.dtype == jnp.bfloat16
     kernel = half.params["layer_0"]["attention"]["k"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
-    out = kvjax.generate(half, ["import sys\n"], kvjax.zoo.full(), max_new_tokens=4)
+    out = kvjax.generate(half, ["import sys\n"], kvjax.methods.full(), max_new_tokens=4)
     assert len(out.tokens[0]) == 4 and out.text
 
 
@@ -51,6 +51,6 @@ def test_it_recalls_what_a_context_says(model, method):
 
 def test_it_predicts_code_better_than_chance(model):
     code = corpus.load("held_out").window(np.random.default_rng(1), 256)[None]
-    logp, likeliest = harness.continuation(model, kvjax.zoo.full(), code, 128)
+    logp, likeliest = harness.continuation(model, kvjax.methods.full(), code, 128)
     assert logp.shape == likeliest.shape == (1, 128)
     assert -logp.mean() / np.log(2) < 4  # bits per byte; 8 is chance

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from checkpoints_convert.convert import read
-from kvjax import zoo
+from kvjax import methods
 from kvjax.cache.select.budgets import Pyramid
 from tests.fixtures import ROOT
 
@@ -20,50 +20,56 @@ from tests.fixtures import ROOT
 KEPT, STEPS, CAPACITY = 62, 32, 320
 FIELD = 60  # tokens kept of the field's prompts: three quarters of 80 tokens, half of 120, a quarter of 240
 AVG = {"window": 8, "kernel": 5, "pool": "avg"}
-ADAKV = zoo.adakv(rule="kvpress")
-ROUNDED = zoo.pyramidkv(KEPT, **AVG, beta=10, rule="peer")  # kvpress' ratios leave half a token more
+ADAKV = methods.adakv(rule="kvpress")
+ROUNDED = methods.pyramidkv(KEPT, **AVG, beta=10, rule="peer")  # kvpress' ratios leave half a token more
 PEER = dataclasses.replace(
     ROUNDED, select=dataclasses.replace(ROUNDED.select, budget=Pyramid(62.5, AVG["window"], beta=10, rule="peer"))
 )
 DECODING = {
-    "kvpress_decoding_keydiff": ("gqa", kvjax.compose(zoo.keydiff(FIELD), zoo.recompress(12))),
-    "kvpress_decoding_tova": ("gqa", zoo.tova(FIELD, keep_newest=True)),  # compressed after every token
+    "kvpress_decoding_keydiff": ("gqa", kvjax.compose(methods.keydiff(FIELD), methods.recompress(12))),
+    "kvpress_decoding_tova": ("gqa", methods.tova(FIELD, keep_newest=True)),  # compressed after every token
 }
 METHODS = {
-    "kvpress_snapkv": ("gqa", zoo.snapkv(KEPT, **AVG)),
+    "kvpress_snapkv": ("gqa", methods.snapkv(KEPT, **AVG)),
     "kvpress_pyramidkv": ("gqa", PEER),
-    "kvpress_streaming": ("gqa", zoo.sinks_and_recent(KEPT)),
-    "kvpress_observed": ("gqa", zoo.accumulated(KEPT, recent=0, normalise="visible")),
-    "kvpress_knorm": ("gqa", zoo.keynorm(KEPT)),
-    "factory_pyramidkv": ("gqa", zoo.pyramidkv(KEPT, **AVG)),
-    "factory_h2o": ("gqa", zoo.accumulated(KEPT, recent=8)),
-    "authors_streaming": ("gqa", zoo.streaming_llm(recent=KEPT - 4, sinks=4)),
-    "authors_snapkv_avg": ("mha", zoo.snapkv(KEPT, **AVG)),
-    "authors_snapkv_max": ("mha", zoo.snapkv(KEPT, window=8, kernel=3, pool="max")),
-    "kvpress_tova": ("gqa", zoo.snapkv(KEPT, window=1, kernel=1, per="layer")),  # of the prompt only
-    "authors_tova": ("gqa", zoo.tova(KEPT)),
-    "kvpress_keydiff": ("gqa", zoo.keydiff(KEPT)),
-    "kvpress_adakv": ("gqa", kvjax.compose(zoo.snapkv(KEPT, **AVG), ADAKV)),
-    "kvpress_lagkv": ("gqa", zoo.lagkv(FIELD, lag=20)),  # of 2, 4 or 10 partitions equally many stay: no ties
-    "kvpress_lagkv_cross": ("gqa", zoo.lagkv(FIELD, lag=16, cross=True)),
-    "kvpress_cur": ("gqa", zoo.cur(FIELD)),
-    "kvpress_cur_mean": ("gqa", zoo.cur(FIELD, leverage="mean", window=10)),
-    "kvpress_chunkkv": ("gqa", zoo.chunkkv(FIELD, chunk=4, window=8, kernel=5)),  # all chunks are whole, as the window
-    "kvpress_expected": ("gqa", zoo.expected_attention(FIELD)),
-    "kvpress_expected_mean": ("gqa", zoo.expected_attention(FIELD, future=16, covariance=False, value_norms=False)),
-    "kvpress_expected_adakv": ("gqa", kvjax.compose(zoo.expected_attention(FIELD, epsilon=0.02), ADAKV)),
-    "kvpress_criticalkv": ("gqa", kvjax.compose(zoo.snapkv(FIELD, **AVG), zoo.criticalkv())),
+    "kvpress_streaming": ("gqa", methods.sinks_and_recent(KEPT)),
+    "kvpress_observed": ("gqa", methods.accumulated(KEPT, recent=0, normalise="visible")),
+    "kvpress_knorm": ("gqa", methods.keynorm(KEPT)),
+    "factory_pyramidkv": ("gqa", methods.pyramidkv(KEPT, **AVG)),
+    "factory_h2o": ("gqa", methods.accumulated(KEPT, recent=8)),
+    "authors_streaming": ("gqa", methods.streaming_llm(recent=KEPT - 4, sinks=4)),
+    "authors_snapkv_avg": ("mha", methods.snapkv(KEPT, **AVG)),
+    "authors_snapkv_max": ("mha", methods.snapkv(KEPT, window=8, kernel=3, pool="max")),
+    "kvpress_tova": ("gqa", methods.snapkv(KEPT, window=1, kernel=1, per="layer")),  # of the prompt only
+    "authors_tova": ("gqa", methods.tova(KEPT)),
+    "kvpress_keydiff": ("gqa", methods.keydiff(KEPT)),
+    "kvpress_adakv": ("gqa", kvjax.compose(methods.snapkv(KEPT, **AVG), ADAKV)),
+    "kvpress_lagkv": ("gqa", methods.lagkv(FIELD, lag=20)),  # of 2, 4 or 10 partitions equally many stay: no ties
+    "kvpress_lagkv_cross": ("gqa", methods.lagkv(FIELD, lag=16, cross=True)),
+    "kvpress_cur": ("gqa", methods.cur(FIELD)),
+    "kvpress_cur_mean": ("gqa", methods.cur(FIELD, leverage="mean", window=10)),
+    "kvpress_chunkkv": (
+        "gqa",
+        methods.chunkkv(FIELD, chunk=4, window=8, kernel=5),
+    ),  # all chunks are whole, as the window
+    "kvpress_expected": ("gqa", methods.expected_attention(FIELD)),
+    "kvpress_expected_mean": ("gqa", methods.expected_attention(FIELD, future=16, covariance=False, value_norms=False)),
+    "kvpress_expected_adakv": ("gqa", kvjax.compose(methods.expected_attention(FIELD, epsilon=0.02), ADAKV)),
+    "kvpress_criticalkv": ("gqa", kvjax.compose(methods.snapkv(FIELD, **AVG), methods.criticalkv())),
     # half of each head's tokens are more than AdaKV's safe 12, and these are among them
-    "kvpress_criticaladakv": ("gqa", kvjax.compose(kvjax.compose(zoo.snapkv(FIELD, **AVG), ADAKV), zoo.criticalkv())),
-    "kvpress_merging": ("gqa", kvjax.compose(zoo.keynorm(FIELD), zoo.merging())),
-    "kvpress_duo": ("gqa", zoo.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
+    "kvpress_criticaladakv": (
+        "gqa",
+        kvjax.compose(kvjax.compose(methods.snapkv(FIELD, **AVG), ADAKV), methods.criticalkv()),
+    ),
+    "kvpress_merging": ("gqa", kvjax.compose(methods.keynorm(FIELD), methods.merging())),
+    "kvpress_duo": ("gqa", methods.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
     # repeated without words of its own, for there is no tokenizer; no share of a head is safe
-    "kvpress_kvzip": ("gqa", kvjax.compose(zoo.kvzip(FIELD), zoo.adakv(alpha=0, rule="kvpress"))),
+    "kvpress_kvzip": ("gqa", kvjax.compose(methods.kvzip(FIELD), methods.adakv(alpha=0, rule="kvpress"))),
     "kvpress_kvzip_plus": (
         "gqa",
-        kvjax.compose(zoo.kvzip(FIELD, plus=True), zoo.adakv(alpha=0, rule="kvpress")),
+        kvjax.compose(methods.kvzip(FIELD, plus=True), methods.adakv(alpha=0, rule="kvpress")),
     ),
-    **{f"kvpress_think{kept}": ("gqa", zoo.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
+    **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
     **DECODING,
 }
 """Public implementation -> (fixture, what it is here)."""

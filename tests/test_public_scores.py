@@ -7,6 +7,7 @@ the selection: of these tokens nothing is compared but that.
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from kvjax.cache.select.units import per_head
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block
-from kvjax.methods import cam
+from kvjax.methods.cam import Spread
 from kvjax.methods.criticalkv import ByOutput
 from kvjax.methods.cur import Cur
 from kvjax.methods.expected_attention import ExpectedAttention
@@ -205,8 +206,8 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
 
     @jax.jit
     def merged(number):
-        monkeypatch.setattr(cam, "_chance", lambda *_: number)
-        return cam.Spread(window=4)(block, there, choice, SPEC).v[0]
+        monkeypatch.setattr(sys.modules[Spread.__module__], "_chance", lambda *_: number)
+        return Spread(window=4)(block, there, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):
         np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)

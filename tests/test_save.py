@@ -63,11 +63,11 @@ def test_another_model_or_method_is_refused(tmp_path):
         kvjax.resume(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="saved under snapkv:budget=16,window=4 and not under full"):
         kvjax.resume(MODEL, path, "full")
-    assert kvjax.resume(MODEL, path, kvjax.zoo.snapkv(budget=16, window=4)).rows == 2
+    assert kvjax.resume(MODEL, path, kvjax.methods.snapkv(budget=16, window=4)).rows == 2
 
 
 def test_a_method_without_a_string_has_to_be_passed(tmp_path):
-    own = dataclasses.replace(kvjax.zoo.kcache(n=8), device_layers=2)
+    own = dataclasses.replace(kvjax.methods.kcache(n=8), device_layers=2)
     path = kvjax.read(MODEL, DOCUMENTS, own, room=32).save(tmp_path / "context")
     with pytest.raises(KvjaxError, match=r"Method\(.*which no string makes; pass it as method="):
         kvjax.resume(MODEL, path)

@@ -29,7 +29,7 @@ def sides_of(model: str, dtypes: Sequence[str]) -> tuple[dict[Side, Any], kvjax.
     sides: dict[Side, Any] = {}
     for dtype in dtypes:
         loaded = kvjax.load(model, dtype=dtype)
-        sides["kvjax", dtype] = Ours(loaded, kvjax.zoo.full())
+        sides["kvjax", dtype] = Ours(loaded, kvjax.methods.full())
         if not missing():
             sides["transformers", dtype] = Peer(loaded)
     return sides, loaded.config

@@ -81,11 +81,11 @@ def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ou
     """Decode loops whose values take `megabytes` in all, under each method."""
     c = model.config
     tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
-    kcache = kvjax.zoo.kcache(n=n, device_layers=0)
+    kcache = kvjax.methods.kcache(n=n, device_layers=0)
     methods = {
         "kcache": kcache,
         "kcache, V on device": dataclasses.replace(kcache, v=kcache.v.on_device()),
-        "offload": kvjax.zoo.offload(),
+        "offload": kvjax.methods.offload(),
     }
     return {name: random_loop(model, method, 1, tokens, room) for name, method in methods.items()}
 

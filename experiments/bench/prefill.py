@@ -100,10 +100,10 @@ def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
     """Seconds, and bytes of memory; runs in a process of its own."""
     m = kvjax.load(model)
     ids = np.random.default_rng(0).integers(0, min(256, m.config.vocab_size), (1, tokens), np.int32)
-    kvjax.prefill(m, ids[:, :64], kvjax.zoo.full())  # what the library itself needs belongs to "before"
+    kvjax.prefill(m, ids[:, :64], kvjax.methods.full())  # what the library itself needs belongs to "before"
     before, seconds = peak_bytes(), []
     for _ in range(2):  # the second time without compilation
-        side = Ours(m, kvjax.zoo.full())
+        side = Ours(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache)
     one = 4 * m.config.heads * tokens**2

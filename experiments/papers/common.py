@@ -22,7 +22,7 @@ from kvjax.models.tokenizer import FILE
 from kvjax.run.exact import held_in_full
 from kvjax.testbed import corpus, tasks
 
-FULL = kvjax.zoo.full()
+FULL = kvjax.methods.full()
 SEED = 2**32 + 1  # training seeds are below 2**32
 
 

@@ -69,20 +69,20 @@ def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method
     sinks = max(int(0.021 * total), 1)
     topk = max(int(0.324 * total) // block, 1)
     local = total - sinks - topk * block
-    zoo = kvjax.zoo
-    streaming = zoo.streaming_llm(recent=total - sinks, sinks=sinks)
+    made = kvjax.methods
+    streaming = made.streaming_llm(recent=total - sinks, sinks=sinks)
     return {
-        "InfLLM": zoo.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
+        "InfLLM": made.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
         "StreamLLM": streamed(streaming),
         "StreamLLM, prompt in full": streaming,
-        "H2O": zoo.h2o(heavy=total // 2, recent=total - total // 2),
-        "SpeCache": zoo.specache(bits=2 if ratio == 4 else 1, group=group, topk=64, residual=64),
+        "H2O": made.h2o(heavy=total // 2, recent=total - total // 2),
+        "SpeCache": made.specache(bits=2 if ratio == 4 else 1, group=group, topk=64, residual=64),
     }
 
 
 def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, Method]]:
     """Lines of the table, and the methods that they name."""
-    made, out = {"Full": kvjax.zoo.full()}, [Line("Full", "Full", paper=PAPER["Full", 0])]
+    made, out = {"Full": kvjax.methods.full()}, [Line("Full", "Full", paper=PAPER["Full", 0])]
     for ratio in args.ratios:
         for label, method in methods(args.length, ratio, group, args.block).items():
             name = f"{label} {ratio}x"

@@ -87,12 +87,12 @@ def text(args: argparse.Namespace, model: Model) -> np.ndarray:
 
 def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
     """(name, method, tokens) of what is streamed."""
-    yield "streaming_llm", kvjax.zoo.streaming_llm(recent=args.recent, sinks=args.sinks), args.length
+    yield "streaming_llm", kvjax.methods.streaming_llm(recent=args.recent, sinks=args.sinks), args.length
     if args.others:
-        yield "no first tokens", kvjax.zoo.streaming_llm(recent=args.recent, sinks=0), args.length
-        true = kvjax.zoo.streaming_llm(recent=args.recent, sinks=args.sinks, reindex=False)
+        yield "no first tokens", kvjax.methods.streaming_llm(recent=args.recent, sinks=0), args.length
+        true = kvjax.methods.streaming_llm(recent=args.recent, sinks=args.sinks, reindex=False)
         yield "true positions", true, args.length
-        yield "full", kvjax.zoo.full(), min(args.full, args.length)
+        yield "full", kvjax.methods.full(), min(args.full, args.length)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ def recall(model: Model, task: str, length: int, instances: int) -> dict[str, fl
     for i in range(instances):
         rng = np.random.default_rng([SEED, list(tasks.TASKS).index(task), length, i])
         instance = tasks.TASKS[task](rng, length, fillers[i % 2])
-        right += harness.answers(model, kvjax.zoo.full(), [instance])[0][0]
+        right += harness.answers(model, kvjax.methods.full(), [instance])[0][0]
     return {"accuracy": float(np.mean(right)), "questions": len(right)}
 
 

@@ -102,9 +102,11 @@ def method_of(method: str | KVMethod) -> KVMethod:
         return method
     name = getattr(method, "__name__", None)
     if callable(method) and name in load_all():
-        raise KvjaxError(f"{name} is a recipe, not a method yet: call it, as in kvjax.zoo.{name}(), or write '{name}'")
+        raise KvjaxError(
+            f"{name} is a recipe, not a method yet: call it, as in kvjax.methods.{name}(), or write '{name}'"
+        )
     raise KvjaxError(
-        f"a method is a value such as kvjax.zoo.kcache(n=64) or a string such as 'kcache:n=64', got {method!r}"
+        f"a method is a value such as kvjax.methods.kcache(n=64) or a string such as 'kcache:n=64', got {method!r}"
     )
 
 
@@ -163,7 +165,7 @@ def _check_no_path(text: str) -> None:
     if "/" in text:
         raise KvjaxError(
             f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: "
-            "rename it, or call the recipe in Python, as kvjax.zoo.cskv(table=...)"
+            "rename it, or call the recipe in Python, as kvjax.methods.cskv(table=...)"
         )
 
 

@@ -94,7 +94,7 @@ def test_a_share_of_each_prompt_in_a_string(more):
 
 
 def test_a_share_is_written_as_it_was_given():
-    method = kvjax.zoo.snapkv(budget="12.5%", window=4)
+    method = kvjax.methods.snapkv(budget="12.5%", window=4)
     assert kvjax.name_of(method) == "snapkv:budget=12.5%,window=4" and kvjax.parse(kvjax.name_of(method)) == method
     assert method.select.budget == Ratio(0.125) and Tokens("64") == Tokens(64) == 64
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax import KvjaxError, parse, planned_bytes, zoo
+from kvjax import KvjaxError, methods, parse, planned_bytes
 from kvjax.cache.select.budgets import Tokens
-from kvjax.methods.catalogue import LARGEST
+from kvjax.methods.catalogue import LARGEST, load_all
 from kvjax.testing import toy_model
 
 CONFIG = toy_model(layers=2).config
-INTEGERS = [(r, n) for r in zoo.RECIPES.values() for n, p in r.parameters.items() if p.annotation in (int, Tokens)]
+INTEGERS = [(r, n) for r in load_all().values() for n, p in r.parameters.items() if p.annotation in (int, Tokens)]
 
 
 @pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**31)])
@@ -35,10 +35,10 @@ def test_others_make_a_method_that_can_be_planned_or_are_refused(value):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: zoo.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5"),
-        (lambda: zoo.kcache(n="8"), "parameter 'n' of kcache is int, got '8'"),
-        (lambda: zoo.kcache(n=True), "parameter 'n' of kcache is int, got True"),
-        (lambda: zoo.kcache(n=None), "parameter 'n' of kcache is int, got None"),
+        (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5"),
+        (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8'"),
+        (lambda: methods.kcache(n=True), "parameter 'n' of kcache is int, got True"),
+        (lambda: methods.kcache(n=None), "parameter 'n' of kcache is int, got None"),
         (lambda: parse("kcache:n=" + "9" * 5000), "parameter 'n' of kcache is int, got '99999"),
     ],
 )
@@ -50,7 +50,7 @@ def test_what_is_no_integer_is_named(make, says):
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400"])
 def test_floats_are_finite(value):
-    floats = [(r, name) for r in zoo.RECIPES.values() for name, p in r.parameters.items() if p.annotation is float]
+    floats = [(r, name) for r in load_all().values() for name, p in r.parameters.items() if p.annotation is float]
     assert floats
     for recipe, name in floats:
         with pytest.raises(KvjaxError, match=f"parameter '{name}' of {recipe.name}"):

@@ -51,7 +51,7 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
     pos = jnp.asarray(np.where(np.arange(48)[None] < lengths[:, None], np.arange(48)[None], -1), jnp.int32)
     outs = []
     for kernel in ("xla", "pallas"):
-        method = layer.bound(kvjax.zoo.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
+        method = layer.bound(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
 
         def run(k, v, q, method=method):
             state = method.prefill(Block(k, v, pos[:, None]), None, 96)
@@ -70,7 +70,7 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
 
 
 def test_the_kernel_wants_codes_on_the_device():
-    method = kvjax.compose(kvjax.zoo.kivi(8, 8, 8, kernel="pallas"), kvjax.zoo.offload())
+    method = kvjax.compose(kvjax.methods.kivi(8, 8, 8, kernel="pallas"), kvjax.methods.offload())
     with pytest.raises(KvjaxError, match="use kernel='auto'"):
         kvjax.generate(toy_model(), [[1, 2]], method)
     with pytest.raises(KvjaxError, match="kernel must be one of auto, xla, pallas"):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvjax import Method, compose, name_of, parse, parse_many, zoo
+from kvjax import Method, compose, methods, name_of, parse, parse_many
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import load_all
@@ -17,35 +17,35 @@ from kvjax.testing import toy_model
 
 
 def test_a_string_is_the_call():
-    assert parse("full") == zoo.full()
-    assert parse(" kcache : n=64 , device_layers=2 ") == zoo.kcache(n=64, device_layers=2)
-    assert parse("kcache:renormalise=true,granularity=kv") == zoo.kcache(renormalise=True, granularity="kv")
-    assert parse("kcache") == zoo.kcache()
+    assert parse("full") == methods.full()
+    assert parse(" kcache : n=64 , device_layers=2 ") == methods.kcache(n=64, device_layers=2)
+    assert parse("kcache:renormalise=true,granularity=kv") == methods.kcache(renormalise=True, granularity="kv")
+    assert parse("kcache") == methods.kcache()
     assert [name_of(m) for m in parse_many("full; kcache:n=64;")] == ["full", "kcache:n=64"]
 
 
 def test_the_papers_defaults():
-    assert zoo.kcache() == Method(v=Host(Plain()), read=TopV(128), device_layers=1)
+    assert methods.kcache() == Method(v=Host(Plain()), read=TopV(128), device_layers=1)
 
 
 def test_a_plus_composes():
     both = parse("offload + kcache:n=8")
     assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopV(8), device_layers=1)
     assert name_of(both) == "offload + kcache:n=8"
-    assert compose(zoo.full(), zoo.kcache()) == zoo.kcache() == compose(zoo.kcache(), zoo.full())
+    assert compose(methods.full(), methods.kcache()) == methods.kcache() == compose(methods.kcache(), methods.full())
 
 
 def test_compose_takes_strings_and_values_and_any_number_of_them():
     assert compose("snapkv:budget=8", "int4") == parse("snapkv:budget=8 + int4")
-    three = compose("snapkv:budget=8", zoo.int4(), "offload")
+    three = compose("snapkv:budget=8", methods.int4(), "offload")
     assert three == parse("snapkv:budget=8 + int4 + offload") and name_of(three) == "snapkv:budget=8 + int4 + offload"
-    assert compose("int4") == zoo.int4()
+    assert compose("int4") == methods.int4()
     with pytest.raises(IncompatibleMethod, match="full \\+ kcache:n=8 and kcache:n=9 both fill the slot `read`"):
         compose("full", "kcache:n=8", "kcache:n=9")
     with pytest.raises(KvjaxError, match="unknown method 'int5'"):
         compose("full", "int5")
     with pytest.raises(KvjaxError, match="int4 is a recipe, not a method yet"):
-        compose("full", zoo.int4)
+        compose("full", methods.int4)
 
 
 def test_two_fillings_of_one_slot_are_refused():
@@ -54,9 +54,9 @@ def test_two_fillings_of_one_slot_are_refused():
 
 
 def test_the_plan_keeps_the_first_layers_on_the_device():
-    plan = bind(zoo.kcache(n=8, device_layers=2), toy_model().config)
+    plan = bind(methods.kcache(n=8, device_layers=2), toy_model().config)
     assert tuple(layer.method for layer in plan) == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
-    assert dataclasses.replace(zoo.kcache(), device_layers=0).traits.host
+    assert dataclasses.replace(methods.kcache(), device_layers=0).traits.host
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_method_is_an_error():
 
 
 def test_every_recipe_has_a_source_and_a_summary():
-    for r in zoo.RECIPES.values():
+    for r in load_all().values():
         assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
 
 

@@ -126,7 +126,7 @@ def test_scores_and_contexts(model):
 
 def test_it_is_called_by_its_value_and_composes_with_nothing(model):
     assert kvjax.name_of(LastTokens(3)) == "LastTokens(count=3)"
-    for pair in ((LastTokens(3), kvjax.zoo.offload()), (kvjax.zoo.offload(), LastTokens(3))):
+    for pair in ((LastTokens(3), kvjax.methods.offload()), (kvjax.methods.offload(), LastTokens(3))):
         with pytest.raises(IncompatibleMethod, match="LastTokens.count=3. is no kvjax.Method, so offload.*leave one"):
             kvjax.compose(*pair)
 
@@ -202,15 +202,15 @@ def test_a_cache_that_is_the_same_in_every_dtype_is_taken(model):
 
 
 def test_strings_and_values_are_taken_alike(model):
-    text, value = (kvjax.generate(model, PROMPTS, m, max_new_tokens=3) for m in ("kcache:n=3", kvjax.zoo.kcache(3)))
+    text, value = (kvjax.generate(model, PROMPTS, m, max_new_tokens=3) for m in ("kcache:n=3", kvjax.methods.kcache(3)))
     assert text.tokens == value.tokens and text.bytes == value.bytes
-    assert method_of("kcache:n=3") == method_of(kvjax.zoo.kcache(n=3))
+    assert method_of("kcache:n=3") == method_of(kvjax.methods.kcache(n=3))
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (kvjax.zoo.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.zoo.kcache\(\)"),
+        (kvjax.methods.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.methods.kcache\(\)"),
         (None, "a method is a value such as .* or a string such as 'kcache:n=64', got None"),
         (["full"], r"a method is a value .* got \['full'\]"),
         (LastTokens, "a method is a value .* got <class"),
@@ -222,7 +222,7 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
 
 
 def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
-    made = kvjax.zoo.kcache(n=64)
+    made = kvjax.methods.kcache(n=64)
     assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
     changed = dataclasses.replace(made, device_layers=3)
     assert "kcache:" not in kvjax.name_of(changed) and "device_layers=3" in kvjax.name_of(changed)
@@ -249,7 +249,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("floor", FLOORS)
 def test_an_import_never_goes_up(floor):
     above = FLOORS[FLOORS.index(floor) + 1 :]
-    forbidden = {*above, "cli", "demo", "zoo", *({"models"} if floor in ("cache", "methods") else ())}
+    forbidden = {*above, "cli", "demo", *({"models"} if floor in ("cache", "methods") else ())}
     for path in (ROOT / floor).rglob("*.py"):
         up = {name for name in imported(path) if name.split(".")[1:2] and name.split(".")[1] in forbidden}
         assert not up, f"{path.relative_to(ROOT)} imports {', '.join(sorted(up))}"

@@ -28,7 +28,7 @@ from experiments.bench import (
 from kvjax.models import checkpoint
 from kvjax.testing import toy_model
 
-METHOD = kvjax.zoo.full()
+METHOD = kvjax.methods.full()
 
 
 @pytest.fixture(scope="module")

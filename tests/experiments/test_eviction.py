@@ -106,7 +106,7 @@ def dense(model, context, *more) -> np.ndarray:
 
 def test_questions_are_asked_as_the_file_says(toy):
     instances = made()
-    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.zoo.full())
+    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
     assert {when: o.nats.shape for when, o in found.items()} == {"unseen": (2, 3), "first": (2, 1), "later": (2, 2)}
     for row, instance in enumerate(instances):
         first = instance.questions[0]
@@ -123,7 +123,7 @@ def test_questions_are_asked_as_the_file_says(toy):
 
 def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
     instances = [tasks.recall(np.random.default_rng(i), 90, pairs=4, questions=3) for i in range(2)]
-    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.zoo.full())
+    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
     assert sorted(found) == ["later", "unseen"]
 
 
@@ -138,7 +138,7 @@ def test_only_tokens_of_answers_are_guessed():
 
 def test_text_is_continued_token_by_token(toy):
     windows = np.random.default_rng(0).integers(0, 256, (2, 75), np.int32)
-    found, _ = eviction.Continued(toy, windows, 70).outcomes(kvjax.zoo.full())
+    found, _ = eviction.Continued(toy, windows, 70).outcomes(kvjax.methods.full())
     expected = [-dense(toy, w)[np.arange(69, 74), w[70:]] for w in windows]
     np.testing.assert_allclose(found["text"].nats, expected, atol=1e-4)
 
@@ -250,10 +250,10 @@ def test_spending_of_the_baselines_is_the_benchmarks():
 
 
 def test_a_streamed_prompt_forgets_as_it_goes(toy):
-    method = specache_table2.streamed(kvjax.zoo.streaming_llm(12, 4))
+    method = specache_table2.streamed(kvjax.methods.streaming_llm(12, 4))
     tokens = made()[0].context[:80]
     last, state = kvjax.prefill(toy, [tokens], method, capacity=96)
-    whole = kvjax.zoo.streaming_llm(12, 4)
+    whole = kvjax.methods.streaming_llm(12, 4)
     _, start = kvjax.prefill(toy, [tokens[:1]], whole, capacity=96)
     steps, there = kvjax.extend(toy, [tokens[1:]], start, whole)
     np.testing.assert_allclose(last, steps[:, -1], atol=1e-4)
@@ -263,7 +263,7 @@ def test_a_streamed_prompt_forgets_as_it_goes(toy):
 
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_streamed_losses_are_those_of_single_steps(toy, chunk):
-    tokens, method = made()[0].context[:40], kvjax.zoo.streaming_llm(recent=12, sinks=4)
+    tokens, method = made()[0].context[:40], kvjax.methods.streaming_llm(recent=12, sinks=4)
     nats, sizes = streaming.stream(toy, method, tokens, 16, chunk)
     last, state = kvjax.prefill(toy, [tokens[:16]], method, capacity=64)
     expected = []

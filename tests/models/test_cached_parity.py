@@ -47,5 +47,5 @@ def _step(params, setting):
 def test_generation_makes_transformers_greedy_tokens(family):
     config, params, want = load_family(family)
     prompts = [row[:n].tolist() for row, n in zip(want["tokens"], want["lengths"], strict=True)]
-    out = kvjax.generate(kvjax.Model(config, params), prompts, kvjax.zoo.full(), max_new_tokens=32, eos_ids=())
+    out = kvjax.generate(kvjax.Model(config, params), prompts, kvjax.methods.full(), max_new_tokens=32, eos_ids=())
     assert out.tokens == want["decode_tokens"].tolist()

@@ -138,4 +138,4 @@ def test_what_cannot_work_with_unequal_heads_says_why(method, says):
 def test_wrong_values_say_so():
     for fields, says in (({"alpha": 1.2}, "alpha of AdaKV"), ({"rule": "top"}, "rule of AdaKV"), ({"page": 0}, "page")):
         with pytest.raises(KvjaxError, match=says):
-            kvjax.zoo.adakv(**fields)
+            kvjax.methods.adakv(**fields)

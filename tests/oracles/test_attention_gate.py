@@ -103,7 +103,7 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
 def test_what_cannot_be_says_so(tmp_path):
     for threshold in (-0.1, 1.0):
         with pytest.raises(KvjaxError, match=f"0 <= threshold < 1, got {threshold}"):
-            kvjax.zoo.attention_gate(threshold=threshold)
+            kvjax.methods.attention_gate(threshold=threshold)
     narrow = {name: TABLE[name][:, :5] for name in ("query", "key", "value")}
     gate = Gate(Given(written(tmp_path, **narrow), "attention_gate"))
     with pytest.raises(

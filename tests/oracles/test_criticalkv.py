@@ -89,5 +89,5 @@ def test_where_it_cannot_stand_it_says_why():
         with pytest.raises(IncompatibleMethod, match=says):
             layer.bound(method)
     with pytest.raises(KvjaxError, match="share must lie in"):
-        kvjax.zoo.criticalkv(share=1.5)
+        kvjax.methods.criticalkv(share=1.5)
     assert ByOutput().output

@@ -102,4 +102,4 @@ def test_over_unequal_heads_the_best_of_all_heads_stay():
 )
 def test_bad_input_is_an_error_with_its_remedy(wrong, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.zoo.expected_attention(**wrong)
+        kvjax.methods.expected_attention(**wrong)

@@ -73,7 +73,7 @@ def test_tokens_move_between_layers(tmp_path):
 def test_wrong_values_say_so(tmp_path):
     for fields, says in (({"budget": 32}, "a budget of 32 tokens leaves nothing"), ({"beta": 0.5}, "beta must be")):
         with pytest.raises(KvjaxError, match=says):
-            kvjax.zoo.headkv(**fields)
+            kvjax.methods.headkv(**fields)
     for weights in ([[-1, 2]], [[0, 0]]):
         with pytest.raises(KvjaxError, match="weights of heads must be 0 or more and not all 0, got"):
             layer.bound(f"headkv:table={written(tmp_path, weights)}")

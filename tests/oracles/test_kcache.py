@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax import zoo
+from kvjax import methods
 from tests.contract import layer
 from tests.oracles.kcache import kcache
 
@@ -15,7 +15,7 @@ from tests.oracles.kcache import kcache
 @pytest.mark.parametrize("granularity", ["query", "kv"])
 def test_kcache_equals_the_paper(n, renormalise, granularity):
     d = layer.data(seed=n)
-    out = layer.run(zoo.kcache(n, device_layers=0, renormalise=renormalise, granularity=granularity), d)
+    out = layer.run(methods.kcache(n, device_layers=0, renormalise=renormalise, granularity=granularity), d)
     for b, length in enumerate(d.lengths):
         for t in range(layer.STEPS):
             at = length + t
@@ -27,5 +27,5 @@ def test_kcache_equals_the_paper(n, renormalise, granularity):
 
 def test_a_small_n_without_renormalising_shrinks_the_output():
     d = layer.data()
-    plain, scaled = (layer.run(zoo.kcache(1, 0, r), d) for r in (False, True))
+    plain, scaled = (layer.run(methods.kcache(1, 0, r), d) for r in (False, True))
     assert np.linalg.norm(plain) < 0.9 * np.linalg.norm(scaled)

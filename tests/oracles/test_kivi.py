@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import zoo
+from kvjax import methods
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.hold.groups import Kivi
 from kvjax.core.types import Block, KvjaxError
@@ -108,24 +108,24 @@ def test_the_oracle_by_hand():
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
 def test_kivi_equals_the_paper(bits, group, one_bit):
     d = batch(seed=bits + group)
-    out = decode(zoo.kivi(bits, group, R, one_bit), d)
+    out = decode(methods.kivi(bits, group, R, one_bit), d)
     np.testing.assert_allclose(out, oracle(d, bits, group, one_bit), atol=3e-6)
 
 
 def test_kivi_equals_the_paper_in_a_sliding_window():
     d = batch(seed=5)
-    out = decode(zoo.kivi(2, 8, R), d, window=11)
+    out = decode(methods.kivi(2, 8, R), d, window=11)
     np.testing.assert_allclose(out, oracle(d, 2, 8, window=11), atol=3e-6)
 
 
 def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
     d = batch(seed=6, dtype=ml_dtypes.bfloat16)
-    np.testing.assert_allclose(decode(zoo.kivi(2, 8, R), d), oracle(d, 2, 8), atol=0.02)
+    np.testing.assert_allclose(decode(methods.kivi(2, 8, R), d), oracle(d, 2, 8), atol=0.02)
 
 
 def test_ragged_chunks_over_several_flushes_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
-    d, method, T = batch(seed=7), zoo.kivi(2, 8, R), 9
+    d, method, T = batch(seed=7), methods.kivi(2, 8, R), 9
     extend = layer.extend(bound(method), T)
     state, want = prefill(method, d, padding=np.inf), oracle(d, 2, 8)
     done = np.zeros(B, np.int32)
@@ -138,7 +138,7 @@ def test_ragged_chunks_over_several_flushes_are_single_steps():
 
 
 def test_what_padding_holds_sets_no_scale():
-    method, clean = zoo.kivi(2, 8, R), batch(seed=8)
+    method, clean = methods.kivi(2, 8, R), batch(seed=8)
     together = decode(method, clean)
     for padding in (1e4, np.inf):
         np.testing.assert_array_equal(decode(method, batch(seed=8, padding=padding), padding), together)
@@ -149,14 +149,14 @@ def test_what_padding_holds_sets_no_scale():
 def test_the_improved_bit_errs_less_than_the_original():
     d = batch(seed=9)
     exact = oracle(d, 1, 8, residual=1000)
-    improved, original = (np.abs(decode(zoo.kivi(1, 8, R, x), d) - exact).mean() for x in ("improved", "original"))
+    improved, original = (np.abs(decode(methods.kivi(1, 8, R, x), d) - exact).mean() for x in ("improved", "original"))
     assert 0 < improved < 0.8 * original
 
 
 def test_more_bits_err_less():
     d = batch(seed=10)
     exact = oracle(d, 1, 8, residual=1000)
-    errors = [np.abs(decode(zoo.kivi(b, g, R), d) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
+    errors = [np.abs(decode(methods.kivi(b, g, R), d) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
     assert all(b < 0.7 * a for a, b in zip(errors, errors[1:], strict=False)) and errors[-1] > 0
 
 
@@ -202,7 +202,7 @@ def test_bytes_are_the_papers(bits, group, dtype):
     """Each element takes its bits and its share of a scale and a minimum; each residual token is whole."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     per_element = bits + 2 * 8 * size / group
-    method = functools.partial(zoo.kivi, bits, group)
+    method = functools.partial(methods.kivi, bits, group)
     small, large = (state_of(method(128), S, wide, dtype) for S in (512, 1024))
     assert small["pinned_host"] == large["pinned_host"] == 0
     positions = 4 * 3 * 512
@@ -215,23 +215,23 @@ def test_bytes_are_the_papers(bits, group, dtype):
 
 
 def test_the_string_is_the_recipe():
-    assert kvjax.parse("kivi:bits=2,group=8,residual=8") == zoo.kivi(2, 8, 8)
-    assert kvjax.parse("kivi") == zoo.kivi(bits=2, group=32, residual=128, one_bit="improved")
+    assert kvjax.parse("kivi:bits=2,group=8,residual=8") == methods.kivi(2, 8, 8)
+    assert kvjax.parse("kivi") == methods.kivi(bits=2, group=32, residual=128, one_bit="improved")
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: zoo.kivi(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
-        (lambda: zoo.kivi(bits=16, group=8, residual=8), r"\b16\b.*\b8\b"),
-        (lambda: zoo.kivi(bits=0, group=8, residual=8), r"\b0\b.*\b1\b"),
-        (lambda: zoo.kivi(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
-        (lambda: zoo.kivi(group=32, residual=20), r"(?=.*\b20\b).*\b32\b"),
-        (lambda: zoo.kivi(group=0, residual=8), r"\b0\b"),
-        (lambda: zoo.kivi(group=8, residual=0), r"\b0\b.*\b8\b"),
-        (lambda: zoo.kivi(bits=1, group=8, residual=8, one_bit="better"), "better.*|improved"),
-        (lambda: prefill(zoo.kivi(2, 16, 16), batch()), r"(?=.*\b16\b).*\b8\b"),
-        (lambda: prefill(zoo.kivi(2, 3, 6), batch()), r"(?=.*\b3\b)(?=.*\b8\b).*\b[24]\b"),
+        (lambda: methods.kivi(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
+        (lambda: methods.kivi(bits=16, group=8, residual=8), r"\b16\b.*\b8\b"),
+        (lambda: methods.kivi(bits=0, group=8, residual=8), r"\b0\b.*\b1\b"),
+        (lambda: methods.kivi(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
+        (lambda: methods.kivi(group=32, residual=20), r"(?=.*\b20\b).*\b32\b"),
+        (lambda: methods.kivi(group=0, residual=8), r"\b0\b"),
+        (lambda: methods.kivi(group=8, residual=0), r"\b0\b.*\b8\b"),
+        (lambda: methods.kivi(bits=1, group=8, residual=8, one_bit="better"), "better.*|improved"),
+        (lambda: prefill(methods.kivi(2, 16, 16), batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: prefill(methods.kivi(2, 3, 6), batch()), r"(?=.*\b3\b)(?=.*\b8\b).*\b[24]\b"),
     ],
 )
 def test_an_impossible_value_is_an_error_with_its_remedy(make, words):

@@ -75,7 +75,7 @@ def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("plus", [False, True])
 def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
-    method = kvjax.zoo.kvzip(6, CHUNK, LEAD, SINKS, plus)
+    method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus)
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     for b, row in enumerate(PROMPTS):
         for i, scores in enumerate(asked(model, row, plus)):
@@ -112,7 +112,7 @@ def test_with_adakv_heads_keep_unequally_many(model):
 
 def test_sizes_that_cannot_be_are_errors(model):
     with pytest.raises(KvjaxError, match="got chunk=0 and lead=8; kvpress uses 2048 and 8"):
-        kvjax.zoo.kvzip(chunk=0)
+        kvjax.methods.kvzip(chunk=0)
     kvzip, cake = (kvjax.parse(x) for x in ("kvzip:budget=6", "cake:budget=6,window=2"))
     with pytest.raises(KvjaxError, match="both fill the slot `select`"):
         kvjax.compose(kvzip, cake)

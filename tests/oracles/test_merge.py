@@ -172,13 +172,13 @@ def test_cam_by_hand():
 
 
 READERS = {
-    "full": kvjax.zoo.full(),
-    "kcache": kvjax.zoo.kcache(n=100, device_layers=0),
-    "specache, fetched at once": kvjax.zoo.specache(8, group=1, residual=1, topk=3, speculative=False),
-    "specache": kvjax.zoo.specache(8, group=1, residual=1, topk=3),
-    "kivi": kvjax.zoo.kivi(8, group=8, residual=64),
-    "quest": kvjax.zoo.quest(budget=100, page=2, device_layers=0),
-    "pages of unequal heads": kvjax.Method(apart=kvjax.zoo.adakv(page=4).apart),
+    "full": kvjax.methods.full(),
+    "kcache": kvjax.methods.kcache(n=100, device_layers=0),
+    "specache, fetched at once": kvjax.methods.specache(8, group=1, residual=1, topk=3, speculative=False),
+    "specache": kvjax.methods.specache(8, group=1, residual=1, topk=3),
+    "kivi": kvjax.methods.kivi(8, group=8, residual=64),
+    "quest": kvjax.methods.quest(budget=100, page=2, device_layers=0),
+    "pages of unequal heads": kvjax.Method(apart=kvjax.methods.adakv(page=4).apart),
 }
 
 
@@ -189,7 +189,7 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
     twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
     block = Block(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
-    first_five = dataclasses.replace(kvjax.zoo.sinks_and_recent(budget=5, sinks=5).select, per="head")
+    first_five = dataclasses.replace(kvjax.methods.sinks_and_recent(budget=5, sinks=5).select, per="head")
     bound = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
     q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
     fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)

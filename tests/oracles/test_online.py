@@ -15,8 +15,8 @@ from kvjax.cache.method import Method
 from kvjax.core.observe import Obs
 from kvjax.core.rope import rotate
 from kvjax.core.types import Block, IncompatibleMethod, KvjaxError
+from kvjax.methods import h2o, scissorhands, streaming_llm
 from kvjax.testing import dense_attention, full_copies
-from kvjax.zoo import h2o, scissorhands, streaming_llm
 from tests.contract.layer import bound, spec
 from tests.oracles import online as oracle
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import zoo
+from kvjax import methods
 from kvjax.core.types import Block, KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
@@ -60,7 +60,7 @@ def specache_row(d: layer.Data, b: int, h: int, spec: tuple) -> tuple:
 
 def specache_of(spec: tuple, **more):
     bits, group, topk, one_bit, reduce = spec
-    return zoo.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
+    return methods.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
 
 
 def wanted(d: layer.Data, guesses: layer.Data, spec: tuple, turns: int = 1) -> tuple:
@@ -134,7 +134,7 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
 def test_when_all_rows_are_fetched_it_is_exact_attention():
     d, guesses = batch(seed=7), batch(seed=8, fresh=STEPS + 1)
     exact = oracle(d, 1, 8, residual=1000)
-    _, out, _ = speculate(zoo.specache(1, 8, 50, R), d, guesses)
+    _, out, _ = speculate(methods.specache(1, 8, 50, R), d, guesses)
     np.testing.assert_allclose(out[:, :, :, :, 0], exact, atol=3e-6)
 
 
@@ -194,7 +194,7 @@ def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
 def test_bytes_are_the_papers(bits, group, dtype):
     """Everything on the host, the low-bit copy and 2 x topk rows on the device."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
-    method = functools.partial(zoo.specache, bits, group)
+    method = functools.partial(methods.specache, bits, group)
     small, large = (sizes(method(64, 64), S, wide, dtype) for S in (512, 1024))
     assert small[True] == 2 * heads * 512 * wide * size
     assert large[True] == 2 * heads * 1024 * wide * size
@@ -206,18 +206,18 @@ def test_bytes_are_the_papers(bits, group, dtype):
 
 def test_the_string_is_the_recipe():
     text = "specache:bits=1,group=8,topk=4,residual=8,speculative=false,reduce=max"
-    assert kvjax.parse(text) == zoo.specache(1, 8, 4, 8, speculative=False, reduce="max")
-    assert kvjax.parse("specache") == zoo.specache(1, 32, 64, 64, True, "improved", "mean")
+    assert kvjax.parse(text) == methods.specache(1, 8, 4, 8, speculative=False, reduce="max")
+    assert kvjax.parse("specache") == methods.specache(1, 32, 64, 64, True, "improved", "mean")
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: zoo.specache(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
-        (lambda: zoo.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
-        (lambda: zoo.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
-        (lambda: zoo.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
-        (lambda: prefill(zoo.specache(group=16, residual=16), batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: methods.specache(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
+        (lambda: methods.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
+        (lambda: methods.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
+        (lambda: methods.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
+        (lambda: prefill(methods.specache(group=16, residual=16), batch()), r"(?=.*\b16\b).*\b8\b"),
     ],
 )
 def test_an_impossible_value_is_an_error_with_its_remedy(make, words):

@@ -96,4 +96,4 @@ def test_with_recompress_it_chooses_again_by_the_latest_queries():
 
 def test_bad_input_is_an_error_with_its_remedy():
     with pytest.raises(KvjaxError, match="furthest must be a distance of at least 1 token, got 0; use 65536"):
-        kvjax.zoo.triattention(furthest=0)
+        kvjax.methods.triattention(furthest=0)
