@@ -147,6 +147,7 @@ def _bytes(x: Sizes) -> Bytes:
     "found is read at its true position (unverified: the paper may read it at the fixed distance).",
     example="a2ats:words=128",
     sized_by="topk",
+    family="host memory",
 )
 def a2ats(
     topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10

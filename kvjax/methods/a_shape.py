@@ -40,6 +40,7 @@ class AShape:
     formula="a prompt's query at t reads s <= t where s < sinks or s > t - recent",
     differs="MInference gives each head one of three patterns by a search; here all heads have this one.",
     example="a_shape:sinks=64,recent=512",
+    family="sparse reading",
 )
 def a_shape(sinks: int = 1024, recent: int = 4096) -> Method:
     """The prompt's own attention reads only its first tokens and a local window; decoding reads everything.

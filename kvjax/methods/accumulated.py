@@ -20,6 +20,7 @@ from kvjax.methods.trial import Trial, selected
     formula="score_s = sum over the prompt's queries t >= s of decay^(T - 1 - t) softmax(q_t k_s), mean over a "
     "head's query heads",
     example="accumulated:budget=512,recent=256",
+    family="eviction after the prompt",
 )
 def accumulated(
     budget: Tokens = 1024,

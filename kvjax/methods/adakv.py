@@ -83,6 +83,7 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
     differs="The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its "
     "budget; here fractions go to the heads with the greatest, and the total is exact.",
     example="snapkv:budget=256 + adakv",
+    family="component over a selection",
 )
 def adakv(alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16) -> Method:
     """Over an eviction method: a layer's budget is divided among its heads by their scores, and so are its bytes.

@@ -88,6 +88,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The window counts tokens, not whole pages; pages are fetched anew for every token, where the authors keep "
     "those of the last steps, the sinks and the window on the device.",
     example="arkvale:budget=512,device_layers=1",
+    family="host memory",
 )
 def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> Method:
     """Nothing is lost: keys and values lie on the host, and a query reads the pages that small boxes recommend.

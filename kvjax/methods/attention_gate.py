@@ -61,6 +61,7 @@ class Gate(Scorer):
     "the threshold. The prompt attends exactly, where the paper hides what is flagged from later tokens too; grouped "
     "query heads have one gate. The budget, the sinks and the recents are not the paper's.",
     example="attention_gate:budget=512",
+    family="eviction after the prompt",
 )
 def attention_gate(
     budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16

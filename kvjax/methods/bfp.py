@@ -26,6 +26,7 @@ def _bytes(x: Sizes) -> Bytes:
     "norms of the rows of W_k, once. Unverified, as no public code is known to us: how the paper holds values (here in "
     "the same format, unsorted), and that mantissas round halves to even.",
     example="bfp:block=8",
+    family="quantization by token",
 )
 def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     """Blocks of channels share an exponent, and sorted channels of keys let outliers share it with their like.

@@ -98,6 +98,7 @@ def _variance(sums: Moments, count: Array) -> Array:
     differs="The authors' code keeps all of a prompt of up to budget + window tokens, and compresses again at every "
     "decoded token; here a prompt longer than the budget is cut to it once, and what is decoded stays.",
     example="cake:budget=512",
+    family="eviction after the prompt",
 )
 def cake(
     budget: int = 1024,

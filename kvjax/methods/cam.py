@@ -89,6 +89,7 @@ def _chance(seed: int, spec: LayerSpec, pos: Array, shape: tuple[int, int, int])
     "tokens that the prompt's selection loses are merged at once, each into its own window, as kvpress does for the "
     "newest of them.",
     example="accumulated:budget=256,recent=64 + cam",
+    family="component over a selection",
 )
 def cam(window: int = 32, seed: int = 0) -> Method:
     """Over a selection: the values of lost tokens are spread over the kept tokens that follow them, by chance.

@@ -28,6 +28,7 @@ class Recipe:
     differs: str = ""  # in a sentence, what is not as in the public code or the paper
     example: str = ""  # the string with which its page measures it on contexts of 2,048 tokens; default its name
     sized_by: str = ""  # the parameters, separated by commas, that say how much it holds; default `budget` or `bits`
+    family: str = ""  # one of FAMILIES, or OWN_FAMILY
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -51,17 +52,43 @@ class Recipe:
         return inspect.getdoc(self.make) or ""
 
 
+FAMILIES = {
+    "exact": "All tokens are kept and read, exactly.",
+    "quantization by token": "All tokens in fewer bits; each token's key or value has a scale of its own.",
+    "quantization by channel and group": "All tokens in fewer bits; channels or groups of tokens share scales, "
+    "and outliers, the newest or the important tokens keep more.",
+    "fewer numbers per vector": "All tokens, in fewer channels, in low rank, or shared among heads or layers.",
+    "host memory": "Values, or keys and values, lie in host memory, and a query fetches the tokens that count.",
+    "sparse reading": "All tokens stay on the device, and a query reads only some of them.",
+    "eviction after the prompt": "Tokens are chosen once, when the prompt has been read; the others are gone.",
+    "heads of unequal length": "Some heads keep many tokens and the others few.",
+    "merging": "Tokens that leave are folded into those that stay.",
+    "eviction at every step": "Tokens leave while the answer is decoded, in constant memory.",
+    "component over a selection": "Refines a method that chooses tokens: write `snapkv + kvcrush`.",
+}
+"""The families of methods, in the order in which lists and menus show them, with what is common to their members."""
+
+OWN_FAMILY = "your own"
+
 LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer
 
 RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(
-    source: str, *trials: Trial, formula: str = "", differs: str = "", example: str = "", sized_by: str = ""
+    source: str,
+    *trials: Trial,
+    formula: str = "",
+    differs: str = "",
+    example: str = "",
+    sized_by: str = "",
+    family: str = OWN_FAMILY,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
     if not isinstance(source, str):
         raise KvjaxError('a recipe says where its method comes from: @recipe("an idea of mine")')
+    if family not in (*FAMILIES, OWN_FAMILY):
+        raise KvjaxError(f"no family {family!r} of methods; leave it out, or take one of {', '.join(FAMILIES)}")
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(make, eval_str=True)
@@ -79,7 +106,7 @@ def recipe(
             return dataclasses.replace(method, recipe=make.__name__ + (f":{text}" if text else ""))
 
         name = make.__name__
-        RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by)
+        RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by, family)
         return named
 
     return register

@@ -22,6 +22,7 @@ from kvjax.methods.trial import Trial, selected
     differs="An incomplete chunk before the window always stays; kvpress scores it like the others. The paper's reuse "
     "of one layer's chunks by the layers above, which saves time and no memory, is left out.",
     example="chunkkv:budget=512",
+    family="eviction after the prompt",
 )
 def chunkkv(budget: Tokens = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
     """After the prompt a layer keeps its window and the chunks that the window's queries attend to most.

@@ -68,6 +68,7 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + criticalkv"
     differs="Sinks and windows stay in any case, and count among the first half, where kvpress may lose a part of the "
     "window in the second; over AdaKV each head's own count is halved, where kvpress keeps AdaKV's safe share beside.",
     example="snapkv:budget=512 + criticalkv",
+    family="component over a selection",
 )
 def criticalkv(share: float = 0.5) -> Method:
     """Over an eviction method: half of its budget goes by its scores times what the values add to the layer's output.

@@ -28,6 +28,7 @@ def _bytes(x: Sizes) -> Bytes:
     "orthonormal basis of the keys themselves, as `kvjax calibrate` finds it. Their code forgets the exact tokens 32 "
     "at a time, here each leaves by itself. Without their quantisation.",
     example="cskv",
+    family="fewer numbers per vector",
 )
 def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = "shipped") -> Method:
     """All tokens as coordinates that the heads of a layer have in common; the newest tokens are exact as well.

@@ -59,6 +59,7 @@ class Cur(Scorer):
     differs="The random projection of keys and values before their norms are taken, an option of kvpress that is off "
     'there, is left out. Its "mean" without windows adds norms that are not shares; ours always adds shares.',
     example="cur:budget=512",
+    family="eviction after the prompt",
 )
 def cur(
     budget: Tokens = 1024,

@@ -89,6 +89,7 @@ def _counted(x: Sizes) -> Bytes:
     "rule=paper. Merging happens once, when the prompt ends, so the moving average of thresholds has no use; budgets "
     "are equal in all layers and no layer is spared.",
     example="accumulated:budget=256,recent=64,sinks=4 + d2o",
+    family="component over a selection",
 )
 def d2o(rule: str = "authors", count: bool = False) -> Method:
     """Over a selection: lost tokens that resemble a kept one are merged into it, keys and values both.

@@ -145,6 +145,7 @@ SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
     differs="Channels are chosen for each key/value head, and without a table from the prompt's own queries and keys, "
     "where the authors calibrate those of each query head on 256 texts; a query's own token is always read.",
     example="double_sparsity:heavy=256,factor=4,device_layers=1",
+    family="sparse reading",
 )
 def double_sparsity(
     heavy: int = 256, factor: int = 8, bits: int = 16, device_layers: int = 2, table: str = ""

@@ -47,6 +47,7 @@ class Streaming(ByTable):
     differs="Attention in the prompt is exact, and all heads keep what is decoded, both as in kvpress; the authors' "
     "streaming heads also read the prompt by first and last tokens only, and drop decoded ones behind their window.",
     example="duo_attention",
+    family="heads of unequal length",
 )
 def duo_attention(
     sparsity: float = 0.5, sinks: int = 64, recent: int = 256, table: str = "shipped", page: int = 16

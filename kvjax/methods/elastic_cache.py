@@ -106,6 +106,7 @@ class FixedPoint(Policy):
     "drops tokens at places that are off by its first ones; here real ranks are used. Its budget is a share of the "
     "text so far, here a number of tokens.",
     example="elastic_cache:budget=512",
+    family="merging",
 )
 def elastic_cache(budget: Tokens = 1024, sinks: int = 1, distance: int = 25) -> Method:
     """A layer keeps its most attended prompt tokens, averages the others into them, and stays at its size.

@@ -103,6 +103,7 @@ def _norms(keys: Array) -> Array:
     differs="The paper has no public code. Unverified: that the two scores are added as shares, the width of the band, "
     "the threshold, the window, and that norms are averaged. Merging happens once, when the prompt ends.",
     example="ems:budget=512",
+    family="merging",
 )
 def ems(budget: Tokens = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0) -> Method:
     """Each head keeps its best tokens by global and local attention, merges the next best, and evicts the rest.

@@ -94,6 +94,7 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
     differs="Statistics are those of a row's own queries as the model makes them, so models that normalise queries "
     "work too, where kvpress computes them from hidden states; tokens that have left a layer's sliding window score 0.",
     example="expected_attention:budget=512",
+    family="eviction after the prompt",
 )
 def expected_attention(
     budget: Tokens = 1024,

@@ -20,6 +20,7 @@ def _bytes(x: Sizes) -> Bytes:
     formula="s = max |x| / 448, x' = e4m3(x / s) s",
     differs="The scale divides, where vLLM's kernel multiplies by its reciprocal: the last bit may differ.",
     example="fp8",
+    family="quantization by token",
 )
 def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
     """Every token's key and value of a head in numbers of 8 bits with a scale of its own, coded once, when it comes.

@@ -35,6 +35,7 @@ def _bytes(x: Sizes) -> Bytes:
     "each head, not for all heads of a token; codes have 2^bits levels, where the code passes bits^2 - 1 steps. KIVI's "
     "groups are left out.",
     example="gear:bits=2",
+    family="quantization by channel and group",
 )
 def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, every: int = 20) -> Method:
     """Keys by channel and values by token in few bits, what these miss as a matrix of low rank, and exact outliers.

@@ -108,6 +108,7 @@ class H2O(Policy):
     differs="The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.",
     example="h2o:heavy=256,recent=256",
     sized_by="heavy,recent",
+    family="eviction at every step",
 )
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"

@@ -65,6 +65,7 @@ class Important(ByTable):
     differs="The table is of key/value heads, and so are the numbers, where the authors' are of query heads; it can be "
     "any: their retrieval and reasoning scores need questions about needles, which no calibration here asks.",
     example="headkv:budget=256",
+    family="heads of unequal length",
 )
 def headkv(
     budget: int = 128,

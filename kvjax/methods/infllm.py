@@ -282,6 +282,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device. As in the paper the "
     "tokens of one call share a lookup: a question fed at once reads other blocks than one fed token by token.",
     example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128",
+    family="host memory",
 )
 def infllm(
     block: int = 128,

@@ -27,6 +27,7 @@ def _on_host(x: Sizes) -> Bytes:
     "x' = (code - z) s",
     differs="A row of one sign has zero taken into its range, as in QuaRot; vLLM's formula would clip it.",
     example="int4",
+    family="quantization by token",
 )
 def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     """Every token's key and value of a head in 4 bits with a scale of its own, and coded only once, when it comes.

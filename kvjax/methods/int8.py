@@ -18,6 +18,7 @@ def _bytes(x: Sizes) -> Bytes:
     Trial("int8", "", _bytes),
     formula="s = max |x| / 127, code = round(x / s), x' = code s",
     example="int8",
+    family="quantization by token",
 )
 def int8() -> Method:
     """Every token's key and value of a head in 8 bits with a scale of its own, and coded only once, when it comes.

@@ -80,6 +80,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The paper's formula leaves the weights as they are, its text suggests dividing by their sum: "
     "renormalise. We know of no public code.",
     example="kcache:n=32",
+    family="host memory",
 )
 def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> Method:
     """Keys on the device, values in pinned host memory; exact scores, and only the n heaviest values are fetched.

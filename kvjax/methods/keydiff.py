@@ -44,6 +44,7 @@ def _unit(x: Array) -> Array:
     differs="The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; "
     "here, as in kvpress, the prompt is attended in full and compressed once.",
     example="keydiff:budget=512",
+    family="eviction after the prompt",
 )
 def keydiff(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
     """After the prompt each head keeps the tokens whose keys differ most from the mean key; it sees no queries.

@@ -119,6 +119,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The authors' code masks tokens and drops none, hides each token for good that leaves the recent ones, so "
     "that only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.",
     example="keyformer:budget=512,recent=153",
+    family="eviction at every step",
 )
 def keyformer(
     budget: int = 1024, recent: int = 307, tau: float = 1.0, tau_end: float = 2.0, steps: int = 100, seed: int = 0

@@ -30,6 +30,7 @@ class KeyNorm(Scorer):
     Trial("keynorm:budget=5,per=layer", "keynorm:budget=100,per=layer", selected(5, per_head=False)),
     formula="score_s = -|k_s|",
     example="keynorm:budget=512,sinks=4,recent=64",
+    family="eviction after the prompt",
 )
 def keynorm(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
     """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""

@@ -42,6 +42,7 @@ def _trial(bits: int, group: int, residual: int, name: str = "") -> Trial:
     "tokens of a channel (keys) or `group` channels of a token (values)",
     differs="Every group is made of real tokens of its own row, never of padding; a residual is a multiple of a group.",
     example="kivi:bits=2",
+    family="quantization by channel and group",
 )
 def kivi(
     bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved", kernel: str = "auto"

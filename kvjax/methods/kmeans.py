@@ -101,6 +101,7 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
     "nearest to its centroid",
     differs="The paper does not say what is clustered.",
     example="snapkv:budget=512 + kmeans",
+    family="component over a selection",
 )
 def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
     """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.

@@ -142,6 +142,7 @@ _PAGES = "accumulated:budget={},recent=2,sinks=2,unit=page2 + kvcrush:share=0.5,
     "buckets); the three rules that one can mean are given, and OpenVINO's is rule=stride with "
     "bits=positions.",
     example="snapkv:budget=512 + kvcrush",
+    family="component over a selection",
 )
 def kvcrush(
     share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0

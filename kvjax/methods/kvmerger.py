@@ -146,6 +146,7 @@ _SIZES = "kvmerger:budget={},heavy=1,recent=2"
     "distance of the set), how many tokens are left out of merging, and a factor on merged values, in whose place "
     "stands `count`. No layer is spared.",
     example="kvmerger:budget=512",
+    family="merging",
 )
 def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False) -> Method:
     """Runs of neighbours with similar keys become one token each, until no more than the budget are left.

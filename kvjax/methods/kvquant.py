@@ -52,6 +52,7 @@ def _bytes(x: Sizes) -> Bytes:
     "authors calibrate those of keys. A token's values are taken by head, not all heads together.",
     example="kvquant",
     sized_by="bits",
+    family="quantization by channel and group",
 )
 def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 128, table: str = "") -> Method:
     """Uneven levels for what is common, and what is rare as it was: no number far from the others costs them precision.

@@ -111,6 +111,7 @@ def _inverse_norms(seen: Obs) -> Array:
     "its heads by score, and the paper's threshold over all layers at once is not offered. The first tokens always "
     "stay; the template's end of turn is not put behind the instruction.",
     example="kvzip:budget=512",
+    family="eviction after the prompt",
 )
 def kvzip(budget: Tokens = 1024, chunk: int = 2048, lead: int = 8, sinks: int = 4, plus: bool = False) -> Method:
     """After the prompt each head keeps what the model needs to repeat it, whatever will be asked later.

@@ -76,6 +76,7 @@ def _spread(x: Array) -> Array:
     differs="The authors compress each partition as soon as the next is full, also while decoding; here, as in "
     "kvpress, the prompt is compressed once. kvpress leaves ties among the unscored to chance; here the later stay.",
     example="lagkv:budget=512",
+    family="eviction after the prompt",
 )
 def lagkv(
     budget: Tokens = 1024, lag: int = 128, sinks: int = 4, cross: bool = False, unit: str = "token", per: str = "head"

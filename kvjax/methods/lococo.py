@@ -53,6 +53,7 @@ class Convolved:
     "so for each block of 512 tokens, by that of the block before. Heads of several queries choose by their mean. The "
     "table says how many slots are mixed, in the authors' runs half of all. Calibrated tables are fitted by layer.",
     example="lococo:budget=256",
+    family="merging",
 )
 def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method:
     """After the prompt each head keeps its most attended tokens, and slots into which all others are mixed.

@@ -47,6 +47,7 @@ class Retaining(Scorer):
     "3,072 tokens and lets the last 2,500 stay until the next. Scores never change, so beside what pruning makes of "
     "later keys the two differ only in tokens that those 2,500 displaced. Calibrated heads are linear.",
     example="locret:budget=512",
+    family="eviction after the prompt",
 )
 def locret(
     budget: Tokens = 6100,

@@ -92,6 +92,7 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
     "'weighted' leave out lost tokens of low similarity (the latter is then `d2o`, and the former mixes its tokens "
     "up), here as in the paper all are merged. Merging happens once, when the prompt ends.",
     example="lookm:budget=512,recent=256",
+    family="merging",
 )
 def lookm(budget: Tokens = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = "") -> Method:
     """Heavy hitters and recent tokens stay, text before images; what leaves is merged into the nearest of them.

@@ -25,6 +25,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="One rank for all heads and layers, where the authors search one for each; `kvjax calibrate` gives the "
     "principal directions with which their training begins, and a trained orthogonal basis is given in the same way.",
     example="matryoshka",
+    family="fewer numbers per vector",
 )
 def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -> Method:
     """Each head's keys and values as coordinates along the first directions of orthonormal bases, which are given.

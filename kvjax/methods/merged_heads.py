@@ -36,6 +36,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="Unverified: there is no public code. The matrices are read beside the model and not fused into its "
     "weights, which are not trained further; the principal directions are centred.",
     example="merged_heads",
+    family="fewer numbers per vector",
 )
 def merged_heads(heads: int = 2, table: str = "shipped") -> Method:
     """Neighbouring key/value heads are held as one head, made by the principal directions of their caches.

@@ -66,6 +66,7 @@ def _norms(x: Array) -> Array:
     "sum of w_e)",
     differs="Of lost tokens with equal cosines at the quantile of `fraction` the earlier ones merge, not all.",
     example="snapkv:budget=256 + merging",
+    family="component over a selection",
 )
 def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
     """Over a selection: the value of each lost token goes into that of the kept one with the nearest key.

@@ -42,6 +42,7 @@ def _bytes(x: Sizes) -> Bytes:
     "decoded stays in the high tier. Without public code; unverified are the share, the group size, and that half of "
     "the high tier are the newest tokens.",
     example="mikv",
+    family="quantization by channel and group",
 )
 def mikv(
     share: float = 0.8, recent: float = 0.5, low: int = 2, high: int = 0, group: int = 0, balance: bool = True

@@ -19,6 +19,7 @@ from kvjax.methods.trial import Trial, everything
     "unverified), which gives no fixed size. Merged directions become unit vectors again, which matters next to a half "
     "turn alone. What is decoded is never merged.",
     example="minicache",
+    family="fewer numbers per vector",
 )
 def minicache(t: float = 0.6, share: float = 0.05, start: float = 0.5) -> Method:
     """Pairs of layers hold the directions of a prompt's keys and values once, and lengths for each layer.

@@ -16,6 +16,7 @@ def _bytes(x: Sizes) -> Bytes:
     "FlexGen, Sheng et al. 2023, arXiv 2303.06865; what transformers calls the offloaded cache",
     Trial("offload", "offload", _bytes),
     formula="out = softmax(q_t k_s / sqrt(H)) v_s over all s <= t, with k and v brought from the host layer by layer",
+    family="exact",
 )
 def offload() -> Method:
     """All keys and values in pinned host memory, brought back layer by layer: exact, and slow by the bus."""

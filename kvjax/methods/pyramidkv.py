@@ -18,6 +18,7 @@ from kvjax.methods.trial import Trial, selected
     "scores as in snapkv",
     differs="rule=authors has the integers of the authors' code, rule=peer kvpress' floating-point form.",
     example="pyramidkv:budget=512",
+    family="eviction after the prompt",
 )
 def pyramidkv(
     budget: int = 1024,

@@ -64,6 +64,7 @@ SMALL, LIMIT = "quest:budget=6,page=2,device_layers=0", "quest:budget=100,page=2
     formula="score(page) = sum over channels c of max(q_c min_c, q_c max_c), min and max over the page's keys",
     differs="The current page is always read, as in the authors' CUDA code; their evaluation code may drop it.",
     example="quest:budget=512",
+    family="sparse reading",
 )
 def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> Method:
     """Nothing is lost, but a query reads only the pages of keys whose bounding box promises the highest logits.

@@ -38,6 +38,7 @@ class Random(Scorer):
     Trial("random:budget=5,sinks=1,recent=1", "random:budget=100,sinks=1,recent=1", selected(5)),
     formula="score_s uniform in [0, 1) by seed, head and position",
     example="random:budget=512,sinks=4,recent=64",
+    family="eviction after the prompt",
 )
 def random(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
     """After the prompt each head keeps tokens drawn by seed, head and position."""

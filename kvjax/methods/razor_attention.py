@@ -94,6 +94,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The buffer is measured once, when the prompt ends, and all heads keep what is decoded. Unverified: "
     "that the token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.",
     example="razor_attention:recent=256",
+    family="heads of unequal length",
 )
 def razor_attention(
     recent: int = 4000,

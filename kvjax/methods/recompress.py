@@ -149,6 +149,7 @@ _KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:
     differs="kvpress compresses after a step's attention, here before the next token comes in, whose query is asked "
     "too; it also counts steps below its target, and rotates every buffered query to the newest position.",
     example="snapkv:budget=512 + recompress:every=32",
+    family="component over a selection",
 )
 def recompress(every: int = 128) -> Method:
     """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.

@@ -94,6 +94,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="A question's tokens look up one after the other, by the mean so far, and those of its answer count too; "
     "keys keep their positions, which the authors count anew; the cosine is the paper's, their code takes the product.",
     example="rekv:topk=4,block=64,recent=128",
+    family="host memory",
 )
 def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
     """A context is read and kept on the host; question and answer read the blocks that the question's mean finds.

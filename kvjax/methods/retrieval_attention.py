@@ -121,6 +121,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is "
     "approximate, by an index that follows the distribution of queries.",
     example="retrieval_attention:sinks=64,recent=256",
+    family="host memory",
 )
 def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> Method:
     """Keys and values lie on the host, where each query head's best keys are searched; exactly, without an index.

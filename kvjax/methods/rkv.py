@@ -103,6 +103,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The authors compress after the newest token has come in and before it attends, here before it comes in; "
     "the prompt is compressed too. Of near duplicates the paper spares the newest beta, its code and this the newest.",
     example="rkv:budget=512,every=32",
+    family="eviction at every step",
 )
 def rkv(
     budget: int = 1024,

@@ -73,6 +73,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="Whole pages are read instead of single tokens, and always the query's own; pages are as long from step to "
     "step, whatever has come.",
     example="rocketkv:budget=1024,topk=256",
+    family="sparse reading",
 )
 def rocketkv(
     budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63

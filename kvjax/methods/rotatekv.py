@@ -29,6 +29,7 @@ def _bytes(x: Sizes) -> Bytes:
     "tokens exact that hold the 20 largest numbers of a prompt's hidden states; here these are the first ones. Their "
     "scale divides by bits^2 - 1, which is 8 in place of 7 for 3 bits.",
     sized_by="bits",
+    family="quantization by token",
 )
 def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, table: str = "") -> Method:
     """All tokens in few bits, each by itself as it comes; rotations spread what is large over many channels.

@@ -28,6 +28,7 @@ def _bytes(x: Sizes) -> Bytes:
     "blocks, and its prompt: here each token is coded once, on the step of its age. What the last step holds is not "
     "coded again, where the listing does so with every block, to the same bits.",
     example="saq:every=32",
+    family="quantization by channel and group",
 )
 def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> Method:
     """Full precision for the newest tokens, and then fewer bits with every block of tokens that follows them.

@@ -141,6 +141,7 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
     differs="The history is one count per slot from the compression before; with m + 1 >= history, the paper's "
     "setting, that is the same.",
     example="scissorhands:budget=512",
+    family="eviction at every step",
 )
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
     """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.

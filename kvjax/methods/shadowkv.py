@@ -154,6 +154,7 @@ def _bytes(x: Sizes) -> Bytes:
     differs="The right singular vectors come from the keys' outer products, which gives the same factors; each query "
     "chooses its chunks, where the code adds up those of one call; a prompt shorter than the budget is no error.",
     example="shadowkv:budget=512,rank=16",
+    family="host memory",
 )
 def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> Method:
     """Keys of a prompt in low rank and its values on the host; landmarks of chunks say which are rebuilt and fetched.

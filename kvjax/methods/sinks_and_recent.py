@@ -29,6 +29,7 @@ class Newest(Scorer):
     Trial("sinks_and_recent:budget=5,sinks=2", "sinks_and_recent:budget=100,sinks=2", selected(5, per_head=False)),
     formula="s < sinks or s >= T - (budget - sinks)",
     example="sinks_and_recent:budget=512",
+    family="eviction after the prompt",
 )
 def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
     """After the prompt only its first and last tokens stay, at their true positions; all that is decoded stays too."""

@@ -18,6 +18,7 @@ from kvjax.methods.trial import Trial, selected
     differs="Grouped heads choose together by their mean, as in kvpress; the authors' code repeats keys to "
     "query heads first.",
     example="snapkv:budget=512",
+    family="eviction after the prompt",
 )
 def snapkv(
     budget: Tokens = 1024,

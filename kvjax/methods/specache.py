@@ -195,6 +195,7 @@ def _trial(more: str = "", bits: int = 1, guesses: bool = True, name: str = "") 
     differs="Only true tokens are kept; the paper's Algorithm 3 would append the guess too. The authors "
     "published no code.",
     example="specache:bits=1",
+    family="host memory",
 )
 def specache(
     bits: int = 1,

@@ -73,6 +73,7 @@ class SinksAndRecent(Policy):
     formula="t sees the first `sinks` tokens, the last `recent` ones and itself, at their indices in the cache",
     example="streaming_llm:recent=508",
     sized_by="recent",
+    family="eviction at every step",
 )
 def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> Method:
     """The first and the most recent tokens, in constant memory for a text without end.

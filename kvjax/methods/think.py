@@ -58,6 +58,7 @@ def _bytes(x: Sizes) -> Bytes:
     "repeats keys to query heads first. Values keep all channels, as in that code; a quantiser beside it holds the "
     "last `recent` tokens and what is decoded, and the older ones stay as they are.",
     example="think",
+    family="fewer numbers per vector",
 )
 def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
     """The keys of a prompt lose the channels in which its last queries and its keys are small.

@@ -94,6 +94,7 @@ def _slots(held: Array, wanted: Array) -> Array:
     differs="A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation "
     "code may drop it.",
     example="tidal_decode:topk=256,dense=1,reselect=2",
+    family="sparse reading",
 )
 def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
     """Nothing is lost, but most layers read only the tokens that a layer below them has found to count.

@@ -69,6 +69,7 @@ class Tova(Policy):
     Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", constant(5), name="keeps the newest"),
     formula="w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves",
     example="tova:budget=512",
+    family="eviction at every step",
 )
 def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
     """Over budget, the token that the newest query attends to least leaves, in constant memory.

@@ -84,6 +84,7 @@ def standardised(x: Array, counted: Array) -> Array:
     "where the authors calibrate them once per model and keep them in a file; the prompt counts towards the budget, "
     "where their code protects it by default.",
     example="triattention:budget=512",
+    family="eviction after the prompt",
 )
 def triattention(
     budget: Tokens = 2048,

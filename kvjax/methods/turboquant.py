@@ -31,6 +31,7 @@ def _trial(text: str, k_bits: int, v_bits: int, name: str = "") -> Trial:
     "rotation, and the paper's extra bit per number for the sign of the projected residual (QJL) is left out. FP8 keys "
     "beyond 448 take that value.",
     example="turboquant:ends=0",
+    family="quantization by token",
 )
 def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int = 2) -> Method:
     """Keys rotated, in 3 or 4 bits at the best levels for what a rotation makes of them; values in 3 or 4 bits.

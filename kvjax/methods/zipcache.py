@@ -98,6 +98,7 @@ def _bytes(x: Sizes) -> Bytes:
     "(of different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded "
     "tokens goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix rows.",
     example="zipcache",
+    family="quantization by channel and group",
 )
 def zipcache(
     share: float = 0.4,

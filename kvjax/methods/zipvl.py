@@ -87,6 +87,7 @@ def _bytes(x: Sizes) -> Bytes:
     "from the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most "
     "bound the count. Without public code; unverified: tau, and that p counts attention before it is normalised.",
     example="zipvl:least=0.2,most=0.6",
+    family="quantization by channel and group",
 )
 def zipvl(
     tau: float = 0.97,

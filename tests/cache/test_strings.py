@@ -9,7 +9,7 @@ import pytest
 from kvjax import Method, compose, methods, name_of, parse, parse_many
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
-from kvjax.methods.catalogue import load_all
+from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, RECIPES, load_all
 from kvjax.methods.kcache import TopV
 from kvjax.parts import recipe
 from kvjax.run.plan import bind
@@ -86,6 +86,23 @@ def test_no_method_is_an_error():
 def test_every_recipe_has_a_source_and_a_summary():
     for r in load_all().values():
         assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
+
+
+def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
+    assert {r.family for r in load_all().values()} == set(FAMILIES)
+    assert all(line.endswith(".") and "\n" not in line for line in FAMILIES.values())
+
+
+def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue):
+    def idea() -> Method:
+        return Method()
+
+    recipe("an idea of mine")(idea)
+    assert RECIPES["idea"].family == OWN_FAMILY
+    recipe("an idea of mine", family="host memory")(idea)
+    assert RECIPES["idea"].family == "host memory"
+    with pytest.raises(KvjaxError, match="no family 'mine' of methods; leave it out, or take one of exact, "):
+        recipe("an idea of mine", family="mine")
 
 
 @pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])
