@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +25,6 @@ from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.cache.contract import KVMethod
-    from kvjax.methods.catalogue import Recipe
     from kvjax.models.model import Model
     from kvjax.run.prompts import Prompts
     from kvjax.run.result import Result
@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            for source in getattr(args, "load", ()):
+                _load_methods(source)
             args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has enough, as in `kvjax generate .. | head`
@@ -62,6 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _load_methods(source: str) -> None:
+    from kvjax.methods.loading import load_methods
+
+    load_methods(source)
 
 
 def _open_outputs() -> None:
@@ -142,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="the models that go by a name, and where each comes from")
     models.set_defaults(run=_models)
 
-    methods = commands.add_parser("methods", help="every method, its parameters, defaults and source")
+    methods = commands.add_parser("methods", help="every method in a line, or all that is known of some")
+    methods.add_argument("names", nargs="*", metavar="NAME", help="methods whose parameters and sources to print")
     methods.add_argument("--json", action="store_true")
     methods.set_defaults(run=_methods)
 
@@ -153,6 +162,14 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote")
     report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
     report.set_defaults(run=_report)
+    for name in ("demo", "generate", "explore", "methods", "calibrate", "eval", "report"):
+        commands.choices[name].add_argument(
+            "--load",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="methods of your own: a Python file, or a module's dotted name; repeatable",
+        )
     return parser
 
 
@@ -329,27 +346,16 @@ def _models(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> None:
-    from kvjax.methods.catalogue import load_all
+    from kvjax.methods import listing
 
-    recipes = [recipe for _, recipe in sorted(load_all().items())]
+    recipes = listing.chosen(args.names)
     if args.json:
-        print(json.dumps([_as_json(recipe) for recipe in recipes], indent=2))
+        print(json.dumps([listing.as_json(recipe) for recipe in recipes], indent=2))
+    elif args.names:
+        print("\n".join(listing.details(recipe) for recipe in recipes), end="")
     else:
-        print("\n".join(_as_text(recipe) for recipe in recipes))
-
-
-def _as_json(recipe: Recipe) -> dict[str, Any]:
-    parameters = {n: {"type": p.annotation.__name__, "default": p.default} for n, p in recipe.parameters.items()}
-    said = {"name": recipe.name, "summary": recipe.summary, "source": recipe.source, "differs": recipe.differs}
-    return {**said, "parameters": parameters}
-
-
-def _as_text(recipe: Recipe) -> str:
-    given = ", ".join(f"{n}: {p.annotation.__name__} = {p.default}" for n, p in recipe.parameters.items())
-    lines = [f"source: {recipe.source}"]
-    lines += [f"differs: {recipe.differs}"] if recipe.differs else []
-    lines += recipe.text.splitlines()
-    return f"{recipe.name}({given})\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(listing.overview(recipes, width))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
 from kvjax.methods.catalogue import recipe
+from kvjax.methods.loading import load_methods
 from kvjax.methods.trial import Bytes, Sizes, Trial, constant, everything, selected
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "by_tokens",
     "constant",
     "everything",
+    "load_methods",
     "mass",
     "over_heads",
     "recipe",

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from kvjax.core import program
-from kvjax.methods.catalogue import RECIPES
+from kvjax.methods.catalogue import RECIPES, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -48,7 +48,7 @@ def few_programs():
 @pytest.fixture
 def clean_catalogue():
     """What a test registers is gone when it ends."""
-    before = dict(RECIPES)
+    before = dict(load_all())
     yield
-    for name in set(RECIPES) - set(before):
-        del RECIPES[name]
+    RECIPES.clear()
+    RECIPES.update(before)

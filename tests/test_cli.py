@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from kvjax import cli
+from kvjax.methods import catalogue
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,37 @@ def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
     assert cli.main(["methods", "--json"]) == 0
     methods = {m["name"]: m for m in json.loads(capsys.readouterr().out)}
     assert methods["kcache"]["parameters"]["n"] == {"type": "int", "default": 128}
-    assert cli.main(["methods"]) == 0
+    assert cli.main(["methods", *methods]) == 0
     text = capsys.readouterr().out
     assert all(name in text and m["source"] in text for name, m in methods.items())
+
+
+def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
+    assert cli.main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    members = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(members) == sorted(catalogue.load_all()) and len(lines) < len(members) + 40
+    heads = [line.partition(":")[0] for line in lines if line and not line.startswith((" ", "`"))]
+    assert heads == list(catalogue.FAMILIES)
+    assert "kivi" in lines[lines.index(next(x for x in lines if x.startswith("quantization by channel"))) + 2]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["methods"]) == 0
+    cut = capsys.readouterr().out.splitlines()
+    assert max(map(len, cut[:-1])) == 60 and [x[:40] for x in cut] == [x[:40] for x in lines]
+
+
+def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(capsys):
+    assert cli.main(["methods", "kivi", "snapkv"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("kivi(bits: int = 2, ") and "\nsnapkv(budget: Tokens = 1024, " in text
+    assert "    family: eviction after the prompt\n" in text and "quest" not in text
+    assert cli.main(["methods", "--json", "kivi"]) == 0
+    (kivi,) = json.loads(capsys.readouterr().out)
+    assert kivi["family"] == "quantization by channel and group"
+    assert cli.main(["methods", "kivi", "snapvk"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "unknown method 'snapvk'; did you mean 'snapkv'?" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -194,5 +223,5 @@ def test_closed_streams_end_in_no_traceback():
 
 
 def test_python_may_leave_docstrings_out():
-    done = ran("methods", PYTHONOPTIMIZE="2")
+    done = ran("methods full kcache", PYTHONOPTIMIZE="2")
     assert done.returncode == 0 and done.stderr == "" and "\nkcache(n: int = 128" in done.stdout

@@ -9,6 +9,7 @@ import inspect
 import numbers
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import kvjax.methods
@@ -123,12 +124,26 @@ def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> Non
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if not _is_ours(make) and name in load_all() and _is_ours(RECIPES[name].make):
-        raise KvjaxError(f"kvjax has a method called {name} ({RECIPES[name].source}); give yours another name")
+    other = _load_ours().get(name)
+    if other is None or is_ours(make):
+        return
+    if is_ours(other.make):
+        raise KvjaxError(f"kvjax has a method called {name} ({other.source}); give yours another name")
+    files = [file_of(other.make), file_of(make)]
+    if None not in files and files[0] != files[1]:
+        raise KvjaxError(f"two files define a method called {name}: {files[0]} and {files[1]}; rename one of them")
 
 
-def _is_ours(make: Callable[..., Any]) -> bool:
+def is_ours(make: Callable[..., Any]) -> bool:
+    """Whether a recipe's function is kvjax's and not a user's."""
     return make.__module__.startswith(f"{kvjax.methods.__name__}.")
+
+
+def file_of(make: Callable[..., Any]) -> Path | None:
+    """The file in which a recipe's function stands; None for one of a shell, or of a notebook's cell."""
+    code = getattr(inspect.unwrap(make), "__code__", None)
+    file = code and Path(code.co_filename)
+    return file.resolve() if file and file.is_file() else None
 
 
 def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
@@ -143,7 +158,16 @@ def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None
 
 
 def load_all() -> dict[str, Recipe]:
-    """All recipes: every file of this folder has been imported."""
+    """All recipes: those of kvjax, those of installed packages, and those that the user has defined or loaded."""
+    from kvjax.methods.loading import load_entry_points  # which needs this module
+
+    _load_ours()
+    load_entry_points()
+    return RECIPES
+
+
+def _load_ours() -> dict[str, Recipe]:
+    """Imports every file of this folder, each of which registers its own."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")
     return RECIPES

@@ -12,7 +12,7 @@ from kvjax.cache import compose as slots
 from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
 from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import Recipe, load_all
+from kvjax.methods.catalogue import Recipe, is_ours, load_all
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
@@ -48,6 +48,12 @@ def parts_of(method: str | KVMethod) -> tuple[Part, ...]:
     except KvjaxError:
         return ()
     return tuple(Part(part.name, _defaults(load_all()[part.name]) | part.values) for part in given)
+
+
+def is_made_by_kvjax(text: str) -> bool:
+    """Whether a name is a string of kvjax's own methods alone, which makes the same method everywhere."""
+    parts = parts_of(text)
+    return parts != () and all(is_ours(load_all()[part.name].make) for part in parts)
 
 
 def parts_given(text: str) -> tuple[Part, ...]:
@@ -128,20 +134,30 @@ def _calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return [_call(part) for part in text.split("+")]
 
 
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a name; raises KvjaxError with the nearest name, and how a method of one's own becomes known."""
+    recipes = load_all()
+    if name in recipes:
+        return recipes[name]
+    _check_no_path(name)
+    raise KvjaxError(
+        f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all, and one of your own is "
+        "known after --load FILE (in Python kvjax.parts.load_methods(FILE)), or if an installed package has it as "
+        "an entry point of the group kvjax.methods"
+    )
+
+
 def _call(text: str) -> tuple[str, dict[str, Any]]:
     name, _, arguments = text.partition(":")
-    name, recipes = name.strip(), load_all()
-    if name not in recipes:
-        _check_no_path(name)
-        raise KvjaxError(f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all")
+    recipe = recipe_of(name.strip())
     given: dict[str, Any] = {}
     for part in arguments.split(","):
         if part.strip():
-            key, value = _argument(recipes[name], part)
+            key, value = _argument(recipe, part)
             if key in given:
-                raise KvjaxError(f"parameter {key!r} of {name} is given twice; leave one of them out")
+                raise KvjaxError(f"parameter {key!r} of {recipe.name} is given twice; leave one of them out")
             given[key] = value
-    return name, given
+    return recipe.name, given
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMeth
     known = parts_of(name) != ()
     if given is None:
         if not known:
-            raise KvjaxError(f"{path} was saved under {name}, which no string makes; pass it as method=")
+            raise KvjaxError(
+                f"{path} was saved under {name}, which no string makes; pass it as method=, or load the file that "
+                "defines it first (kvjax.parts.load_methods)"
+            )
         return method_of(name)
     given = method_of(given)
     same = given == method_of(name) if known else name_of(given) == name

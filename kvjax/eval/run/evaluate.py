@@ -19,7 +19,7 @@ from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
 from kvjax.methods.identity import identity_now
-from kvjax.methods.strings import Methods, named, parts_of
+from kvjax.methods.strings import Methods, is_made_by_kvjax, named
 from kvjax.models.model import Model
 from kvjax.run.planned import planned_bytes
 
@@ -219,7 +219,8 @@ def records(
         replies, size = protocol(reader, method, rows, batch.new)
         found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
     held, room = ({kind: n // batch.rows for kind, n in part.items()} for part in size)
-    traits = {} if parts_of(name) else {"traits": dataclasses.asdict(method.traits)}  # which no string tells
+    # A report may be made where a method of one's own is not known, and then only the record can tell its traits.
+    traits = {} if is_made_by_kvjax(name) else {"traits": dataclasses.asdict(method.traits)}
     return [
         {
             "method": name,
