@@ -44,6 +44,14 @@ class Apart:
         """What queries read of these tokens, keys rotated, in the places of `positions`; None where it is not told."""
         return None
 
+    def empty_bytes(self, store: Any) -> dict[str, int]:
+        """Bytes of the store's slots that hold no token, by memory kind; the base tells of none."""
+        return {"device": 0, "pinned_host": 0}
+
+    def planned_empty_bytes(self, store: Any, kept: int) -> dict[str, int]:
+        """The same of an abstract store, made for prompts of which so many tokens are kept, those in slots included."""
+        return {"device": 0, "pinned_host": 0}
+
     def check(self, layer: Any) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with.
 

@@ -182,6 +182,7 @@ class Cache:
     capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
     plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
+    dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
 
     def __repr__(self) -> str:
         rows, layers = self.length.shape[0], len(self.layers)

@@ -114,8 +114,13 @@ class MethodLayer(StateOperations):
             block = gather(block, stay)
         block = _grown(block, slots)
         n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        k, v, aux = self.stored(block, seen)
+        return LayerState(k, v, block.pos, n, block.bias, aux, marks, apart)
+
+    def stored(self, block: Block, seen: Obs | None) -> tuple[Any, Any, Any]:
+        """What the codecs and the reader keep of the tokens in the slots: (keys, values, the reader's)."""
         k, v = self.k.begin(self.as_held(block), block.pos, seen), self.v.begin(block.v, block.pos, seen)
-        return LayerState(k, v, block.pos, n, block.bias, m.read.fit(block, seen, self.spec), marks, apart)
+        return k, v, self.method.read.fit(block, seen, self.spec)
 
     def selected(self, block: Block, seen: Obs | None, slots: int, share: HeadShares | None = None) -> Block:
         """What the selection leaves of a prompt, in at most so many slots, representatives and merging included.

@@ -121,6 +121,15 @@ class Shared:
         heads = max(shared.shape[1], mine.shape[1])
         return jnp.concatenate([jnp.broadcast_to(x, (B, heads, x.shape[2])) for x in (shared, mine)], 2)
 
+    def empty_bytes(self, state: SharedState, dtype: str) -> dict[str, int]:
+        """`Sized.empty_bytes`: of the prefixes, and behind them."""
+        total = {"device": 0, "pinned_host": 0}
+        for layer, held in ((self.prefix, state.prefix), (self.own, state.own)):
+            if hasattr(layer, "empty_bytes"):
+                empty = layer.empty_bytes(held, dtype)
+                total = {kind: size + empty[kind] for kind, size in total.items()}
+        return total
+
     def rows(self, state: SharedState, which: Array) -> SharedState:
         """Rows of their own; the prefixes stay, held once."""
         members = state.members

@@ -7,15 +7,18 @@ member at all, since every array of a state has B first.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.contract import Layer, LayerState
 from kvjax.cache.fates import off
 from kvjax.cache.read.full import Full
 from kvjax.cache.select.units import gather
+from kvjax.cache.slot_bytes import bytes_beyond, slot_bytes
 from kvjax.core import memory
 from kvjax.core.attention import combine
 from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
@@ -72,8 +75,47 @@ class Telling(Layer, Protocol):
         """
 
 
+class Sized(Layer, Protocol):
+    """A layer that tells which of its bytes no token fills; see `kvjax.cache.accounting`."""
+
+    def empty_bytes(self, state: Any, dtype: str) -> dict[str, int]:
+        """Bytes of a state's slots that hold no token, by memory kind, under a model in this dtype."""
+
+
 class StateOperations:
     """What a `MethodLayer` offers: all of the protocols above, where its slots allow it."""
+
+    def empty_bytes(self, state: LayerState, dtype: str) -> dict[str, int]:
+        """Bytes of a state's slots, and of its side store, that hold no token, by memory kind."""
+        # Counted by NumPy: a reduction by JAX would be compiled for every shape.
+        used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
+        empty = self._bytes_beyond(state, used.tolist(), dtype)
+        if state.apart is None:
+            return empty
+        beside = self.method.apart.empty_bytes(state.apart)
+        return {kind: size + beside[kind] for kind, size in empty.items()}
+
+    def planned_empty_bytes(self, state: LayerState, prompt: int, dtype: str) -> dict[str, int]:
+        """`empty_bytes` of an abstract state, after prompts of so many tokens each."""
+        side, kept = self.method.apart, self.kept(prompt)
+        used = kept if side is None else side.body(kept)
+        empty = self._bytes_beyond(state, [min(used, state.pos.shape[2])] * state.pos.shape[0], dtype)
+        if side is None:
+            return empty
+        beside = side.planned_empty_bytes(state.apart, kept)
+        return {kind: size + beside[kind] for kind, size in empty.items()}
+
+    def _bytes_beyond(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
+        """Bytes of the slots beyond the first `used` of each sequence; of the state, only shapes are looked at."""
+        slots = state.pos.shape[2]
+        # Positions, biases and what a policy counts have one entry for each slot. Codes and summaries need not be
+        # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
+        total = bytes_beyond((state.pos, state.bias, state.marks), slots, used)
+        every = slot_bytes(self, slots, dtype)
+        for count in used:
+            filled = slot_bytes(self, max(count, 1), dtype)
+            total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
+        return total
 
     def undoable(self, state: LayerState) -> Array:
         """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""

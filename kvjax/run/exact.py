@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache, KVMethod, Needs, slots_of
+from kvjax.cache.contract import KVMethod, Needs, slots_of
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of
@@ -18,7 +18,7 @@ from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.context import Context, read
 from kvjax.run.forward import Plan, Setting
-from kvjax.run.plan import bind
+from kvjax.run.plan import bind, make_cache
 from kvjax.run.prompts import Prompts, pad, place, token_ids
 from kvjax.run.reading import Prompt, shown
 
@@ -53,7 +53,7 @@ class Exact:
         clock, lengths = Clock(), jnp.copy(self.lengths)
         setting = Setting(model.config, model.mesh)
         layers = prompt_runner.encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
-        cache = Cache(layers, lengths, capacity, plan, model.config)
+        cache = make_cache(model, plan, layers, lengths, capacity)
         return Context(model, cache, self.last, method, clock.running)
 
     def _read_again(self, method: KVMethod, capacity: int) -> Context:

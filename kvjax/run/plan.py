@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from kvjax.cache.contract import KVMethod, LayerSpec
+from typing import Any
+
+from kvjax.cache.contract import Cache, KVMethod, LayerSpec
 from kvjax.core import memory
+from kvjax.core.types import Array
 from kvjax.methods.strings import method_of
 from kvjax.models.config import Config
+from kvjax.models.model import Model
 from kvjax.run.forward import Plan
 
 
@@ -23,6 +27,11 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
         )
         for i in range(config.layers)
     )
+
+
+def make_cache(model: Model, plan: Plan, layers: tuple[Any, ...], length: Array, capacity: int) -> Cache:
+    """The cache of a model: its layers' states, tokens per sequence i32[B], and room for `capacity` of them."""
+    return Cache(layers, length, capacity, plan, model.config, model.dtype.name)
 
 
 def bind(method: str | KVMethod, config: Config) -> Plan:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
 from kvjax.cache.contract import KVMethod, Layer, slots_of, unnumbered
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
 from kvjax.models.config import Config
+from kvjax.models.model import Model
 from kvjax.run.forward import Plan
 from kvjax.run.plan import bind
 from kvjax.run.prompts import round_up
+
+SHARED_ROUNDING = 16
+"""A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
 
 LONGEST = 2**24
 """Tokens of a prompt to be planned for: budgets are tables of all lengths, and no model has so many positions."""
@@ -24,44 +30,88 @@ LONGEST = 2**24
 
 def planned_bytes(
     method: str | KVMethod,
-    config: Config,
+    model: Model | Config,
     prompt: int,
     *,
     capacity: int | None = None,
     batch: int = 1,
     width: int | None = None,
-    dtype: Any = jnp.bfloat16,
-) -> dict[str, int]:
-    """`state_bytes` of the layers after a prefill of `batch` prompts of so many tokens each, without running anything.
+    dtype: Any = None,
+) -> CacheBytes:
+    """Counts what a cache will take, from shapes alone: nothing is run, and no weights are needed.
 
-    capacity: tokens per row that there is room for (default: the prompt alone); `prefill` has room for 128 more, and
-    rounds up to a multiple of 64, which `cache.capacity` tells. width: what prompts are padded to, default as `prefill`
-    does it; a second tier of precision has slots for so many tokens. dtype: in which the model computes, bfloat16 if
-    nothing is said; `model.dtype` tells. No weights are needed. Where layers share a budget by what the prompt is like,
-    it is counted as divided evenly.
+    `held` is what `state_bytes` finds after a prefill of such prompts. Where the prompt decides how many tokens a layer
+    or a head keeps (CAKE, AdaKV), it is what they keep together at most, and `reserved` may be larger in a batch.
+
+    Args:
+      method: a method, or its string.
+      model: a model, or its configuration, for which `dtype` must be given.
+      prompt: tokens of each prompt.
+      capacity: tokens of a sequence that there is room for; default the prompt alone. `prefill` and `generate` ask for
+        room behind it and round up to a multiple of 64; `cache.capacity` tells.
+      batch: sequences.
+      width: tokens that prompts are padded to; default as `prefill` does it. A second tier of precision has slots for
+        as many tokens.
+      dtype: of keys and values, "bfloat16" for example; default that of the model.
+
+    Returns:
+      The bytes of the cache after the prefill, beside those of the exact cache in the same dtype.
+
+    Raises:
+      KvjaxError: a configuration without a dtype; a number that cannot be; a method that cannot serve the model.
     """
-    if not isinstance(config, Config):
-        raise KvjaxError(f"planned_bytes takes a model's configuration, such as model.config, got {config!r:.80}")
+    config, dtype = _config_and_dtype(model, dtype)
     arguments.integer("prompt", prompt, most=LONGEST)
     arguments.integer("batch", batch)
     capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
     width = round_up(prompt) if width is None else arguments.integer("width", width)
     plan = bind(method, config)
     slots = [slots_of(layer, (prompt,), capacity) for layer in plan]
-    return bytes_of(plan, config, slots, batch, min(width, capacity), arguments.float_type(dtype))
+    if any(layer.needs.all_layers for layer in plan):
+        # Each layer's slots are rounded up after the budget has been divided: a plan is never below what is held.
+        slots = [min(n + SHARED_ROUNDING - 1, capacity) for n in slots]
+    held = counted(plan, config, slots, batch, min(width, capacity), dtype, prompt)
+    return dataclasses.replace(held, full=full_bytes(config, [prompt] * batch, dtype))
+
+
+def _config_and_dtype(model: Any, dtype: Any) -> tuple[Config, np.dtype]:
+    """Of a model, or of a configuration with the dtype that is named beside it."""
+    if isinstance(model, Model):
+        return model.config, model.dtype if dtype is None else arguments.float_type(dtype)
+    if not isinstance(model, Config):
+        raise KvjaxError(f"planned_bytes takes a model, or a configuration such as model.config, got {model!r:.80}")
+    if dtype is None:
+        raise KvjaxError(
+            "planned_bytes takes a model, whose dtype it counts in; for a configuration alone, say in which dtype keys "
+            "and values are held, as in dtype='bfloat16'"
+        )
+    return model, arguments.float_type(dtype)
 
 
 def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any) -> dict[str, int]:
-    """`planned_bytes` of a method that is bound to every layer, and has so many slots in each."""
-    total, known = {"device": 0, "pinned_host": 0}, {}
-    for layer, held in zip(plan, slots, strict=True):
-        alike = unnumbered(layer), held  # equally many slots then take equally many bytes
+    """Bytes by memory kind of the layers of a cache that has so many slots in each."""
+    return counted(plan, config, slots, batch, width, dtype, width).total
+
+
+def counted(
+    plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any, prompt: int
+) -> CacheBytes:
+    """The bytes of a cache with so many slots in each layer, after prompts of so many tokens; `full` is left at 0."""
+    held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
+    known: dict[Any, tuple[dict[str, int], dict[str, int]]] = {}
+    for layer, count in zip(plan, slots, strict=True):
+        alike = unnumbered(layer), count  # layers that differ in their place alone take equally many bytes
         if alike not in known:
-            arrays, _ = abstract_state(layer, config, width, held, batch, dtype)
-            known[alike] = state_bytes(arrays)
-        for kind, size in known[alike].items():
-            total[kind] += size
-    return total
+            arrays, tree = abstract_state(layer, config, width, count, batch, dtype)
+            nothing = {"device": 0, "pinned_host": 0}
+            planned = getattr(layer, "planned_empty_bytes", None)
+            state = jax.tree.unflatten(tree, arrays)
+            known[alike] = array_bytes(arrays), planned(state, prompt, jnp.dtype(dtype).name) if planned else nothing
+        total, room = known[alike]
+        for kind in held:
+            held[kind] += total[kind] - room[kind]
+            empty[kind] += room[kind]
+    return CacheBytes(held, empty, 0, jnp.dtype(dtype).name)
 
 
 def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:

@@ -22,6 +22,8 @@ from kvjax.run.by_layer import LayerProgram, through
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.passes import Piece, Site, Whole, sites
+from kvjax.run.plan import make_cache
+from kvjax.run.planned import SHARED_ROUNDING
 from kvjax.run.prompts import consecutive, pad, place, round_up
 from kvjax.run.reading import Prompt
 
@@ -115,7 +117,7 @@ def run(
     if any(layer.needs.probe for layer in plan):
         prompts = probe.probed(model, ids, prompts, lengths, plan, clock)
     layers = encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
-    return out, Cache(layers, lengths, capacity, plan, model.config)
+    return out, make_cache(model, plan, layers, lengths, capacity)
 
 
 def _whole(
@@ -136,7 +138,7 @@ def _whole(
     x, layers = through(model, tokens, pos, work, where, nothing, clock)
     at = [x.shape[1] if queries else len(row) for row in ids]
     last = clock.start(by_layer.PICK, x=x, at=place(model, np.array(at, np.int32) - 1, "B"))
-    return by_layer.logits(model, last, clock), Cache(layers, lengths, capacity, plan, model.config)
+    return by_layer.logits(model, last, clock), make_cache(model, plan, layers, lengths, capacity)
 
 
 def _piece_width(plan: Plan, chunk: int | None) -> int | None:
@@ -196,7 +198,7 @@ def encoded(
         measures = [clock.call(MEASURE, prompt=prompt, site=site, **more) for prompt, site in seen]
         tokens = np.asarray(clock.call(SHARES, measures=jnp.stack(measures), lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
-        most = [round_up(int(row.max()), 16) for row in tokens]
+        most = [round_up(int(row.max()), SHARED_ROUNDING) for row in tokens]
         slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
         keep = [place(model, row, "B") for row in tokens]
     where = sites(plan, model.config, slots)

@@ -25,7 +25,7 @@ from kvjax.methods.strings import method_of, name_of, parts_of
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.run import archive
-from kvjax.run.plan import bind
+from kvjax.run.plan import bind, make_cache
 from kvjax.run.planned import abstract_state
 from kvjax.run.prompts import BUCKET, place
 
@@ -50,7 +50,7 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
         )
     layers = _layers(model, method, header, found, path)
     last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
-    return method, Cache(layers, length, header["capacity"], bind(method, model.config), model.config), last
+    return method, make_cache(model, bind(method, model.config), layers, length, header["capacity"]), last
 
 
 def _code(method: KVMethod) -> str:

@@ -23,7 +23,7 @@ from kvjax.run import forward, reading
 from kvjax.run.clock import Clock
 from kvjax.run.filled import checked
 from kvjax.run.forward import Plan, Setting
-from kvjax.run.plan import bind
+from kvjax.run.plan import bind, make_cache
 from kvjax.run.prompts import pad, place, round_up
 from kvjax.run.reading import Prompt
 
@@ -66,7 +66,7 @@ def read_behind(
         plan=plan,
         slots=slots,
     )
-    return last, Cache(layers, place(model, (before + lengths).astype(np.int32), "B"), capacity, plan, model.config)
+    return last, make_cache(model, plan, layers, place(model, (before + lengths).astype(np.int32), "B"), capacity)
 
 
 def _chosen(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:

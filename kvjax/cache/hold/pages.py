@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.apart import Apart
@@ -19,6 +20,7 @@ from kvjax.cache.contract import LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, attend_dense
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
@@ -107,6 +109,12 @@ class Pages(Apart):
             return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
 
         return by_query_blocks(attend, q, q_pos, 64)
+
+    def empty_bytes(self, store: Shelves) -> dict[str, int]:
+        """Those of pages without an owner; a page of which one slot is filled is held whole."""
+        B, K, R = store.pos.shape
+        used = (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()
+        return bytes_beyond(store, R, [count * self.page / K for count in used])
 
     def positions(self, store: Shelves) -> Array:
         """i32[B K S], S the slots of all shelves."""

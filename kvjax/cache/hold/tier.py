@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerState
@@ -14,6 +15,7 @@ from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.scorers import Scorer
 from kvjax.cache.select.units import gather, slots_where, top
+from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, visible, weights
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
@@ -84,6 +86,14 @@ class Tiers(Apart):
 
     def positions(self, store: Low) -> Array:
         return store.pos
+
+    def empty_bytes(self, store: Low) -> dict[str, int]:
+        used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist()
+        return bytes_beyond(store, store.pos.shape[2], used)
+
+    def planned_empty_bytes(self, store: Low, kept: int) -> dict[str, int]:
+        slots = store.pos.shape[2]
+        return bytes_beyond(store, slots, [min(self.room(kept), slots)] * store.pos.shape[0])
 
     def shown(self, layer: Any, store: Low) -> Block:
         return Block(self.k.decode(store.k), self.v.decode(store.v), store.pos)

@@ -1,0 +1,76 @@
+"""What so many slots of a layer take, by shapes alone: nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.contract import unnumbered
+from kvjax.core import memory
+from kvjax.core.observe import Obs
+from kvjax.core.types import Block
+
+MOST_KNOWN = 65_536
+"""Results that are remembered: every length of a text that grows is one for each distinct layer."""
+
+_KNOWN: dict[Any, dict[str, int]] = {}
+
+
+def slot_bytes(layer: Any, slots: int, dtype: str) -> dict[str, int]:
+    """Bytes of what codecs and reader of a `MethodLayer` keep of one sequence that fills so many slots.
+
+    Args:
+      layer: a bound layer.
+      slots: tokens in the slots, at least 1.
+      dtype: of the model's keys and values.
+
+    Returns:
+      Bytes by memory kind, of one sequence and all its heads.
+    """
+
+    def keep(block: Block, queries: Obs) -> Any:
+        # A prompt that is fed through the method is stored before any query has been seen.
+        observes = layer.needs.observes and not layer.needs.chunk
+        return layer.stored(block, queries if observes else None)
+
+    def trace() -> Any:
+        spec, wanted = layer.spec, layer.needs.queries
+        asked = slots if wanted is None else wanted
+        rows = jax.ShapeDtypeStruct((1, spec.kv_heads, slots, spec.head_dim), dtype)
+        q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.groups, asked, spec.head_dim), dtype)
+        block = Block(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
+        return jax.make_jaxpr(keep)(block, Obs(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
+
+    return remembered(("slots", unnumbered(layer), slots, dtype), trace)
+
+
+def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:
+    """Bytes of what a store keeps beyond the first `used` slots of each sequence, by memory kind.
+
+    Args:
+      store: arrays of which those with an entry for each slot have the slots as axis 2; others count as used.
+      slots: of each sequence and head.
+      used: for each sequence of the batch, the slots that tokens fill: of each head, or their mean over the heads.
+    """
+    total = {"device": 0, "pinned_host": 0}
+    for x in jax.tree.leaves(store):
+        if x.shape[2:3] == (slots,):
+            each = x.size * x.dtype.itemsize / (len(used) * slots)
+            total[memory.kind(x)] += sum(int(each * (slots - count)) for count in used)
+    return total
+
+
+def remembered(key: Any, trace: Callable[[], Any]) -> dict[str, int]:
+    """Bytes of what a traced program returns, by memory kind; a program with an equal key is traced once."""
+    if key not in _KNOWN:
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        # `jax.eval_shape` would not tell in which memory an array lies.
+        total = {"device": 0, "pinned_host": 0}
+        for x in trace().out_avals:
+            total[memory.kind(x)] += x.size * x.dtype.itemsize
+        _KNOWN[key] = total
+    return _KNOWN[key]
