@@ -32,7 +32,7 @@ from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
 from kvjax.eval.run.command import words
-from kvjax.eval.run.equal_bytes import Fitted, fitted, shares_of
+from kvjax.eval.run.equal_bytes import DTYPE, Fitted, fitted, shares_of
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
@@ -64,7 +64,7 @@ def points(model: Model, shares: Sequence[Fraction], length: int, families: Path
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
         for settings in family["methods"]:
-            each = fitted([s.strip() for s in settings.split(";")], shares, model.config, length, model.dtype)
+            each = fitted([s.strip() for s in settings.split(";")], shares, model.config, length)
             for share in shares:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
                 found.append(_point(model, family["name"], settings, largest, length))
@@ -74,8 +74,8 @@ def points(model: Model, shares: Sequence[Fraction], length: int, families: Path
 def _point(model: Model, family: str, settings: str, fit: Fitted, length: int) -> Point:
     if not fit.method:
         return Point(family, settings, str(fit.share), "", 0, 0)
-    size = planned_bytes(fit.method, model.config, length, dtype=model.dtype)
-    return Point(family, settings, str(fit.share), fit.method, size["device"], size["pinned_host"])
+    held = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
+    return Point(family, settings, str(fit.share), fit.method, held["device"], held["pinned_host"])
 
 
 def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Namespace) -> dict[str, str]:
@@ -169,9 +169,11 @@ def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args:
     return {
         "model": args.model,
         "length": args.length,
+        "computed_in": model.dtype.name,
+        "bytes_in": DTYPE,
         "tasks": list(args.tasks),
         "seeds": args.seeds,
-        "full_bytes": planned_bytes(FULL, model.config, args.length, dtype=model.dtype)["device"],
+        "full_bytes": planned_bytes(FULL, model.config, args.length, dtype=DTYPE).held["device"],
         "machine": machine(),
         "points": [dataclasses.asdict(point) for point in every],
         "scores": scores(list(by_family(every)), args),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import os
@@ -20,7 +19,6 @@ from kvjax.core import arguments
 from kvjax.core.arguments import DTYPES
 from kvjax.core.files import text_of
 from kvjax.core.program import use_compilation_cache
-from kvjax.core.shown import sizes
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
@@ -294,13 +292,12 @@ def _generate(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in names}
     if args.json:
         out = kvjax.generate(model, prompts, method, **options)
-        result = dataclasses.asdict(out) | {"method": args.method, "tokens_per_second": out.tokens_per_second}
-        print(json.dumps(result, indent=2))
+        print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
     out = _show(model, prompts, method, options)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
-    print(f"{args.method}: {sizes(out.bytes)}; {times}, {compiling}", file=sys.stderr)
+    print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
 
 
 def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:

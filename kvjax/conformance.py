@@ -281,14 +281,13 @@ def _exact(tried: _Tried) -> str:
 
 def _bytes(tried: _Tried) -> str:
     _, cache = tried.walk[-1]
-    held = state_bytes(cache)
+    held = state_bytes(cache).total
     if not any(layer.needs.all_layers for layer in cache.plan):  # which are planned as if all prompts were alike
         sizes = {"capacity": cache.capacity, "batch": 3, "dtype": tried.model.dtype}
         planned = planned_bytes(tried.method, tried.model.config, len(tried.prompts[0]), **sizes)
-        planned["device"] += cache.length.nbytes  # of the cache itself, and of no method
-        if held != planned:
-            return f"{planned} bytes are planned for these prompts and {held} are held"
-    if tried.method.traits.constant and state_bytes(tried.read([0, 1, 2], 4 * cache.capacity)) != held:
+        if held != planned.total:
+            return f"{planned.total} bytes are planned for these prompts and {held} are held"
+    if tried.method.traits.constant and state_bytes(tried.read([0, 1, 2], 4 * cache.capacity)).total != held:
         return "its bytes grow with the room for more tokens, and `traits.constant` is True"
     return ""
 

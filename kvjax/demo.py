@@ -61,8 +61,8 @@ def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
             found.right,
             found.bits,
             float((found.likeliest == reference).mean()),
-            found.bytes["device"],
-            found.bytes["pinned_host"],
+            found.bytes.held["device"],
+            found.bytes.held["pinned_host"],
             speed.tokens_per_second,
         )
 

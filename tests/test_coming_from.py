@@ -95,7 +95,7 @@ def test_what_a_window_over_all_layers_hides_can_be_dropped():
         kvjax.generate(model, prompts, method, max_new_tokens=8)
         for method in ("full", "streaming_llm:sinks=0,recent=5,reindex=false")
     )
-    assert dropped.tokens == exact.tokens and dropped.bytes["device"] < exact.bytes["device"]
+    assert dropped.tokens == exact.tokens and dropped.bytes.total["device"] < exact.bytes.total["device"]
 
 
 def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_catalogue):

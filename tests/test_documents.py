@@ -42,7 +42,7 @@ def test_the_first_steps_of_the_readme(tmp_path):
     (code,) = [b for b in blocks("README.md") if 'kvjax.load("testbed")' in b]
     values = {"long_text": "import os\n" * 40}
     exec(compile(code, "document", "exec", dont_inherit=True), values)
-    assert values["out"].tokens_per_second > 0 and values["context"].bytes["pinned_host"] > 0
+    assert values["out"].tokens_per_second > 0 and values["context"].bytes.total["pinned_host"] > 0
 
 
 def test_the_pages_of_the_methods_are_those_of_the_code():

@@ -177,8 +177,8 @@ def test_bytes_of_the_result_are_the_states(model):
     kv = B * c.kv_heads * S * c.head_dim * 4
     book = c.layers * (4 * B * S + 4 * B) + 4 * B
     out = kvjax.generate(model, PROMPTS, kvjax.parse("kcache:device_layers=1"), max_new_tokens=4)
-    assert out.bytes == {"device": 4 * kv + book, "pinned_host": 2 * kv}
-    assert kvjax.generate(model, PROMPTS, kvjax.methods.full(), max_new_tokens=4).bytes["device"] == 6 * kv + book
+    assert out.bytes.total == {"device": 4 * kv + book, "pinned_host": 2 * kv}
+    assert kvjax.generate(model, PROMPTS, kvjax.methods.full(), max_new_tokens=4).bytes.total["device"] == 6 * kv + book
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,14 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),
         (lambda m: kvjax.parse("snapkv:budget=150%"), "a share of each prompt from above 0% to 100%, got '150%'"),
         (lambda m: kvjax.parse("snapkv:budget=many"), "parameter 'budget' of snapkv: a budget is a number of tokens"),
-        (lambda m: kvjax.planned_bytes("full", m, 100), "takes a model's configuration"),
-        (lambda m: kvjax.planned_bytes("full", m.config, "9"), "prompt must be an integer from 1"),
-        (lambda m: kvjax.planned_bytes("full", m.config, 10**9), "prompt must be an integer from 1 to 16777216"),
-        (lambda m: kvjax.planned_bytes("full", m.config, 9, batch=0), "batch must be an integer from 1"),
-        (lambda m: kvjax.planned_bytes("full", m.config, 9, capacity=8), "capacity must be an integer from 9"),
-        (lambda m: kvjax.planned_bytes("full", m.config, 9, width=-1), "width must be an integer from 1"),
-        (lambda m: kvjax.planned_bytes("full", m.config, 9, dtype="zz"), "dtype must be one of"),
+        (lambda m: kvjax.planned_bytes("full", m.config, 100), "takes a model, whose dtype it counts in"),
+        (lambda m: kvjax.planned_bytes("full", "m", 9), "takes a model, or a configuration"),
+        (lambda m: kvjax.planned_bytes("full", m, "9"), "prompt must be an integer from 1"),
+        (lambda m: kvjax.planned_bytes("full", m, 10**9), "prompt must be an integer from 1 to 16777216"),
+        (lambda m: kvjax.planned_bytes("full", m, 9, batch=0), "batch must be an integer from 1"),
+        (lambda m: kvjax.planned_bytes("full", m, 9, capacity=8), "capacity must be an integer from 9"),
+        (lambda m: kvjax.planned_bytes("full", m, 9, width=-1), "width must be an integer from 1"),
+        (lambda m: kvjax.planned_bytes("full", m, 9, dtype="zz"), "dtype must be one of"),
     ],
 )
 def test_input_that_cannot_be_used_is_named(model, call, says):

@@ -17,7 +17,9 @@ def test_values_show_themselves_in_one_line():
     context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
     assert repr(model).startswith("Model(random: ")
     assert repr(model).endswith(" parameters in float32, 3 layers, width 32, 4 heads on 2 of 8)")
-    held = f"{context.bytes['device']:,} bytes in device"
+    held = (
+        f"{context.bytes.held['device']:,} bytes held ({context.bytes.fraction_of_full:.1%} of the exact float32 cache)"
+    )
     assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; rows of 3, 1 tokens; ")
     assert held in repr(context)
     assert repr(context.cache) == f"Cache(2 rows, 3 layers, capacity {context.cache.capacity} tokens a row)"
@@ -34,10 +36,12 @@ def test_a_method_shows_the_slots_that_it_fills():
 def test_results_and_contexts_are_tables_in_a_notebook():
     model = toy_model()
     out = kvjax.generate(model, [[1, 2, 3], [4]], "full", max_new_tokens=4, eos_ids=())
-    assert repr(out).startswith("Result(4 ids [length] and 1 more; ") and " bytes in device, " in repr(out)
+    assert repr(out).startswith(
+        "Result(4 ids [length] and 1 more; "
+    ) and " bytes held (100.0% of the exact float32 cache), " in repr(out)
     assert out._repr_html_().count("<tr>") == 3
     told = dataclasses.replace(out, text=["<b>&" * 40, "b"])
-    assert "…" in repr(told) and len(repr(told)) < 200
+    assert "…" in repr(told) and len(repr(told)) < 250
     assert "&lt;b&gt;&amp;" in told._repr_html_() and "<b>" not in told._repr_html_()
     context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
     page = context._repr_html_()

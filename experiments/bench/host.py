@@ -102,7 +102,7 @@ def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int
     return {
         "tokens": int(host.length[0]),
         "seconds_per_step": {name: summary(s) for name, s in seconds.items()},
-        "bytes": {name: kvjax.state_bytes(side.cache) for name, side in sides.items()},
+        "bytes": {name: kvjax.state_bytes(side.cache).total for name, side in sides.items()},
         "full_copies": [line for line in copies if "u32" in line],  # keys of that shape are floats, on the device
     }
 

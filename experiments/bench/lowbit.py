@@ -55,7 +55,7 @@ def measure(
     for side in loops.values():
         side.decode(steps)
     seconds = interleaved({n: (lambda s=s: s.decode(steps) / steps) for n, s in loops.items()}, repeats)
-    sizes = {name: kvjax.state_bytes(loop.cache) for name, loop in loops.items()}
+    sizes = {name: kvjax.state_bytes(loop.cache).total for name, loop in loops.items()}
     return {name: {"seconds_per_step": summary(seconds[name]), "bytes": sizes[name]} for name in loops}
 
 

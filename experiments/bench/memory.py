@@ -41,7 +41,7 @@ def used(model: str, dtype: str, tokens: int) -> dict[str, int]:
     context.generate(max_new_tokens=NEW, eos_ids=())
     found["decoded"] = peak_bytes()
     found["weights"] = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
-    found["cache"] = sum(kvjax.state_bytes(context.cache).values())
+    found["cache"] = sum(kvjax.state_bytes(context.cache).total.values())
     return found
 
 

@@ -105,7 +105,7 @@ def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
     for _ in range(2):  # the second time without compilation
         side = Ours(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
-    state = kvjax.state_bytes(side.cache)
+    state = kvjax.state_bytes(side.cache).total
     one = 4 * m.config.heads * tokens**2
     return {"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one}
 

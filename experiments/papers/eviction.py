@@ -170,7 +170,8 @@ class Found:
 
     def __init__(self) -> None:
         self.outcomes: dict[tuple[str, str, str], Outcome] = {}
-        self.bytes: dict[str, dict[str, int]] = {}  # per context
+        self.bytes: dict[str, Mapping[str, int]] = {}  # held, per context
+        self.dtype = ""  # of the model's keys and values
 
     def tasks(self, when: str) -> list[str]:
         """The tasks that have such questions."""
@@ -231,8 +232,9 @@ def measure(
             for name, method in methods.items():
                 progress(f"{task}, contexts from {start}: {name}")
                 outcomes, context = prompts.outcomes(method)
-                size = {kind: n // context.rows for kind, n in context.bytes.items()}
-                found.bytes.setdefault(name, size)
+                size = context.bytes.per_sequence(context.rows)
+                found.bytes.setdefault(name, size.held)
+                found.dtype = size.dtype
                 for when, o in outcomes.items():
                     parts.setdefault((name, task, when), []).append(o)
     found.outcomes = {

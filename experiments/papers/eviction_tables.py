@@ -72,7 +72,13 @@ def quality(
         ours = [cell(found, line, w, task) for w in whens] + ([text_cell(found, line)] if text else [])
         size = f"{found.bytes[line.method]['device'] / 1024:,.0f}"
         rows.append([line.label, *(None if x is None else f"{x:g}" for x in figures), size, *ours])
-    columns = ["method", *paper, "device KiB", *(NAMES[w] for w in whens), *(["text, bits/token"] if text else [])]
+    columns = [
+        "method",
+        *paper,
+        f"device KiB, {found.dtype}",
+        *(NAMES[w] for w in whens),
+        *(["text, bits/token"] if text else []),
+    ]
     return bench.table(title, columns, rows)
 
 

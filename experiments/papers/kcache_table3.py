@@ -52,7 +52,7 @@ def methods(sizes: Sequence[int], device_layers: int) -> list[str]:
 
 def largest(method: Method, tokens: int, output: int, budget: int) -> dict[str, int]:
     """The largest batch of LLaMA2-7B whose states and steps fit the bytes left beside the weights."""
-    held = kvjax.planned_bytes(method, CONFIG, tokens, capacity=tokens + output)
+    held = kvjax.planned_bytes(method, CONFIG, tokens, capacity=tokens + output, dtype="bfloat16").total
     row = held["device"] + step_bytes(CONFIG, method, tokens + output)
     return {"batch": max(budget // row, 0), "row": row, "host": held["pinned_host"]}
 
@@ -85,7 +85,7 @@ def measure(model: Model, args: argparse.Namespace, tokens: int, batch: int) -> 
     context, room = tokens + args.output // 2, args.steps * (args.repeats + 1)
     texts = methods(args.n, args.device_layers)
     plan = {"batch": batch, "capacity": context + room, "dtype": model.dtype}
-    held = {t: sum(kvjax.planned_bytes(kvjax.parse(t), model.config, context, **plan).values()) for t in texts}
+    held = {t: sum(kvjax.planned_bytes(kvjax.parse(t), model.config, context, **plan).total.values()) for t in texts}
     record = {"input": tokens, "context": context, "batch": batch, "bytes": held}
     if sum(held.values()) > args.limit_gb * GIB:
         return record

@@ -74,10 +74,10 @@ def sizes() -> list[dict[str, Any]]:
     """One record per model, bits and group: bytes of one context's state under both methods, as shares of `full`."""
     found = []
     for name, paper in MODELS.items():
-        full = kvjax.planned_bytes(common.FULL, paper.config, paper.length)["device"]
+        full = kvjax.planned_bytes(common.FULL, paper.config, paper.length, dtype="bfloat16").held["device"]
         for (bits, group), said in paper.sizes.items():
             texts = [p.format(bits=bits, group=group) for p in PAIR]
-            held = {t: kvjax.planned_bytes(kvjax.parse(t), paper.config, paper.length) for t in texts}
+            held = {t: kvjax.planned_bytes(t, paper.config, paper.length, dtype="bfloat16").held for t in texts}
             shares = {"share": {t: held[t]["device"] / full for t in texts}, "paper": said}
             about = {"model": name, "tokens": paper.length, "bits": bits, "group": group}
             found.append({**about, "bytes": {"full": full, **held}, **shares})

@@ -52,7 +52,7 @@ def step_bytes(config: Config, method: Method, context: int) -> int:
 
 def plan(config: Config, method: Method, context: int, memory_bytes: int, workspace: int) -> dict[str, Any]:
     """The largest batch that fits, and the bytes it follows from."""
-    held = kvjax.planned_bytes(method, config, context)
+    held = kvjax.planned_bytes(method, config, context, dtype="bfloat16").held
     step, weights = step_bytes(config, method, context), weight_bytes(config)
     batch = max((memory_bytes - weights - workspace) // (held["device"] + step), 0)
     sizes = {"weights": weights, "workspace": workspace, "row": held["device"], "row_step": step}

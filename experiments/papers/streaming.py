@@ -50,7 +50,7 @@ def _nats(logits: Array, target: np.ndarray) -> np.ndarray:
 
 
 def _bytes(cache: kvjax.Cache) -> int:
-    return sum(kvjax.state_bytes(cache).values())
+    return sum(kvjax.state_bytes(cache).total.values())
 
 
 def recomputed(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:

@@ -56,6 +56,11 @@ class CacheBytes:
             text += f" and {held['pinned_host']:,} on the host ({self.host_fraction_of_full:.1%})"
         return text + (f", {reserved:,} reserved" if reserved else "")
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and both fractions."""
+        fractions = {"fraction_of_full": self.fraction_of_full, "host_fraction_of_full": self.host_fraction_of_full}
+        return dataclasses.asdict(self) | fractions
+
     def __add__(self, other: CacheBytes) -> CacheBytes:
         """The bytes of two caches, of models in one dtype."""
         held, reserved = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -23,8 +23,3 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
 def shortened(text: str, most: int = 60) -> str:
     """A text as Python writes it, cut where it is long."""
     return repr(text if len(text) <= most else text[: most - 1] + "…")
-
-
-def sizes(bytes_by_memory: Mapping[str, int]) -> str:
-    """Bytes by memory kind in words."""
-    return ", ".join(f"{n:,} bytes in {kind}" for kind, n in bytes_by_memory.items())

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.contract import KVMethod
 from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader
@@ -25,7 +26,7 @@ class Quality(NamedTuple):
     right: float  # share of the questions
     bits: float  # per byte of the text
     likeliest: np.ndarray  # at each place of the text, the token that the model expects most
-    bytes: dict[str, int]  # of one context, by memory kind
+    bytes: CacheBytes  # of one context
 
 
 class Exam(Protocol):
@@ -65,8 +66,7 @@ class Symbols:
         """A token of code is a byte."""
         right, size = harness.answers(self.model, method, self.instances)
         logp, likeliest = harness.continuation(self.model, method, self.code, self.before)
-        share = {kind: n // self.rows for kind, n in size.items()}
-        return Quality(float(np.mean(right)), float(-logp.mean() / np.log(2)), likeliest, share)
+        return Quality(float(np.mean(right)), float(-logp.mean() / np.log(2)), likeliest, size.per_sequence(self.rows))
 
 
 class Text:
@@ -94,8 +94,8 @@ class Text:
         replies, size = harness.shared(self.reader, method, self.needles, new)
         bits, likeliest, _ = harness.following(self.reader, method, self.texts)
         per_byte = sum(float(b.sum()) for b in bits) / sum(case.bytes for case in self.texts)
-        share = {kind: n // len(self.needles) for kind, n in size.held.items()}
-        return Quality(_right(self.needles, replies), per_byte, np.concatenate(likeliest), share)
+        each = size.per_sequence(len(self.needles))
+        return Quality(_right(self.needles, replies), per_byte, np.concatenate(likeliest), each)
 
 
 def _right(cases: Sequence[Case], replies: Sequence[Sequence[str]]) -> float:

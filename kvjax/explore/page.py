@@ -108,14 +108,19 @@ def _method(m: Watching, found: Explored, tokenizer: Tokenizer | None) -> dict[s
         alike += 1
     return {
         "name": m.name,
-        "device": f"{m.bytes['device'] / 1024:,.0f} KiB",
-        "on_host": f"{m.bytes['pinned_host'] / 1024:,.0f} KiB" if m.bytes["pinned_host"] else "",
+        "device": _size(m.bytes.held["device"], m.bytes.fraction_of_full, m.bytes.dtype),
+        "on_host": _size(m.bytes.held["pinned_host"], m.bytes.host_fraction_of_full, m.bytes.dtype),
         "likeliest": _next(found, m.likeliest, tokenizer),
         "own": ["".join(own[:alike]), "".join(own[alike:])],
         "lost": packed(np.round(65535 * np.clip(m.lost, 0, 1)).astype("<u2")),
         "held": packed_layers(m.held),
         "off": packed_layers(m.off),
     }
+
+
+def _size(count: int, fraction: float, dtype: str) -> str:
+    """Bytes, and what they are of the exact cache; nothing of none."""
+    return f"{count / 1024:,.0f} KiB, {fraction:.0%} of the exact {dtype} cache" if count else ""
 
 
 def packed_layers(x: np.ndarray) -> list[str]:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
-from kvjax.explore.watch import Watch, Watched, own_states
+from kvjax.explore.watch import Watch, Watched, own_cache, own_states
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
 from kvjax.run.by_layer import LayerProgram
@@ -36,7 +36,7 @@ class Watching:
     lost: np.ndarray  # f32[L K T], the share of the exact attention that falls on tokens that are gone
     likeliest: list[int]  # the T tokens that it would put next, each after the same tokens before it
     own: list[int]  # the answer that it would have written by itself
-    bytes: dict[str, int]  # of the prompt, by memory kind
+    bytes: CacheBytes  # of the prompt
     aside: bool  # whether its reader keeps something beside the slots, which is not looked at
 
 
@@ -93,7 +93,7 @@ def greedy(at: Steps, most: int) -> list[int]:
 def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> Watching:
     """What a watched method holds while it reads an answer; exact: the attention of `Explored`."""
     layers = own_states(at.cache.layers)
-    own, size = greedy(at, len(answer)), state_bytes(layers)
+    own, size = greedy(at, len(answer)), state_bytes(own_cache(at.cache))
     aside = any(bool(jax.tree.leaves(getattr(layer, "aux", None))) for layer in layers)
     before, seen, likeliest = _codes(at.cache), [], []
     for token in answer:

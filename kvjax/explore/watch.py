@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import KVMethod, Layer, LayerSpec, Needs, Traits
+from kvjax.cache.contract import Cache, KVMethod, Layer, LayerSpec, Needs, Traits
 from kvjax.cache.fates import places
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, pytree
@@ -104,6 +104,12 @@ class WatchedLayer:
     def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
         """See `ProbedLayer`."""
         return self.own.look(block, start, seen, fresh, before)
+
+
+def own_cache(cache: Cache) -> Cache:
+    """The cache of the method itself, without what the watching keeps beside it."""
+    plan = tuple(layer.own for layer in cache.plan)
+    return dataclasses.replace(cache, layers=own_states(cache.layers), plan=plan)
 
 
 def own_states(layers: tuple[Watch, ...]) -> tuple[Any, ...]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
 from kvjax.core import arguments
-from kvjax.core.shown import sizes, table
+from kvjax.core.shown import table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -48,14 +48,14 @@ class Context:
         if self.cache.used_up:
             return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
-        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {sizes(self.bytes)})"
+        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {self.bytes})"
 
     def _repr_html_(self) -> str | None:
         if self.cache.used_up:
             return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
-        title = f"{name_of(self.method)}: {sizes(self.bytes)}"
+        title = f"{name_of(self.method)}: {self.bytes}"
         return table(title, ("row", "tokens read", "tokens held by a head"), rows)
 
     @property
@@ -64,8 +64,8 @@ class Context:
         return self.last.shape[0]
 
     @property
-    def bytes(self) -> dict[str, int]:
-        """What the cache takes, by memory kind, for all rows."""
+    def bytes(self) -> CacheBytes:
+        """What the cache takes, for all rows."""
         return state_bytes(self.cache)
 
     def kept_positions(self) -> list[list[list[np.ndarray]]]:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.core.shown import shortened, sizes, table
+from kvjax.cache.accounting import CacheBytes
+from kvjax.core.shown import shortened, table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -16,7 +17,7 @@ class Result:
     tokens: list[list[int]]
     text: list[str] | None  # None for a model without a tokenizer
     finish_reasons: list[str]  # "stop": an end-of-sequence id or a stop string; "length": max_new_tokens
-    bytes: dict[str, int]  # of the KV state, by memory kind
+    bytes: CacheBytes  # of the KV cache when the last token had been made
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
@@ -35,7 +36,12 @@ class Result:
         return table(self._costs(), ("row", "text" if self.text else "ids", "tokens", "ended by"), rows)
 
     def _costs(self) -> str:
-        return f"{sizes(self.bytes)}, {self.tokens_per_second:,.1f} tokens/s"
+        return f"{self.bytes}, {self.tokens_per_second:,.1f} tokens/s"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, the bytes with their fractions of the full cache, and the speed."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"bytes": self.bytes.to_json(), "tokens_per_second": self.tokens_per_second}
 
     @property
     def tokens_per_second(self) -> float:

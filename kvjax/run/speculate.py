@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.random import seeded
@@ -40,7 +40,7 @@ class Speculation(Result):
 
     accepted: list[int]  # drafted tokens of each row that were accepted
     drafted: list[int]  # tokens of each row that were drafted
-    draft_bytes: dict[str, int]  # of the draft's KV state, by memory kind
+    draft_bytes: CacheBytes  # of the draft's KV cache
 
     @property
     def verifier_calls(self) -> int:

@@ -27,7 +27,7 @@ def test_others_make_a_method_that_can_be_planned_or_are_refused(value):
     for recipe, name in INTEGERS:
         try:
             method = parse(f"{recipe.name}:{name}={value}")
-            planned_bytes(method, CONFIG, 20, capacity=24)
+            planned_bytes(method, CONFIG, 20, capacity=24, dtype="bfloat16")
         except KvjaxError:
             continue
 

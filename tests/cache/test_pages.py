@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.select.shares import HeadShares, Table
 from kvjax.core.types import Array, Block, KvjaxError
@@ -93,7 +93,7 @@ def test_what_is_held_is_read_as_under_a_mask(text):
     k, v = (np.asarray(codec.decode(codec.encode(x, every))) for codec, x in ((bound.k, d.k), (bound.v, d.v)))
     check_reads_as_under_a_mask(bound, d, k, v, 5e-6)
     on_host = 2 * layer.B * layer.K * (layer.slots(bound) + 2 * 4) * layer.H * 4  # two pages of four on a shelf
-    assert state_bytes(layer.prefill(bound, d))["pinned_host"] == ("offload" in text) * on_host
+    assert array_bytes(layer.prefill(bound, d))["pinned_host"] == ("offload" in text) * on_host
 
 
 def test_representatives_are_the_same_for_all_heads_and_the_rest_is_shared():

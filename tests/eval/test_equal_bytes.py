@@ -14,11 +14,11 @@ from kvjax.methods.strings import joined, parse, parts_given
 from kvjax.testing import toy_model
 
 CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, jnp.float32
-FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE)["device"]
+FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).total["device"]
 
 
 def fit(method: str, share: str) -> equal_bytes.Fitted:
-    return equal_bytes.fitted([method], [Fraction(share)], CONFIG, PROMPT, DTYPE)[0]
+    return equal_bytes.fitted([method], [Fraction(share)], CONFIG, PROMPT)[0]
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,15 @@ def fit(method: str, share: str) -> equal_bytes.Fitted:
 @pytest.mark.parametrize("share", ["1/4", "1/6"])
 def test_one_token_more_would_not_fit(method, share):
     found = fit(method, share)
-    assert found.bytes == planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE)["device"] <= FULL * Fraction(share)
+    assert (
+        found.bytes
+        == planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).total["device"]
+        <= FULL * Fraction(share)
+    )
     first, *others = parts_given(found.method)
     sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
     more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
-    assert planned_bytes(joined([more, *others]), CONFIG, PROMPT, dtype=DTYPE)["device"] > FULL * Fraction(share)
+    assert planned_bytes(joined([more, *others]), CONFIG, PROMPT, dtype=DTYPE).total["device"] > FULL * Fraction(share)
 
 
 def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():

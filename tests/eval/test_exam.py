@@ -26,4 +26,4 @@ def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
     assert isinstance(asked, exams.Text) and asked.questions == "needles in source code" and len(asked.contexts) == 2
     found = asked.quality("full")
     assert found.right == 0.0 and found.bits > 4  # it has learned nothing
-    assert found.likeliest.dtype == np.int32 and found.bytes["device"] > 0
+    assert found.likeliest.dtype == np.int32 and found.bytes.total["device"] > 0

@@ -162,9 +162,9 @@ def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
 def test_room_for_what_follows_is_counted_apart():
     contexts = [draw(64), draw(64)]
     for name, share in (("full", 1), ("snapkv:budget=16,window=4", 1 / 4)):
-        roomy = harness.size(kvjax.read(MODEL, contexts, name, room=192))
-        tight = harness.size(kvjax.read(MODEL, contexts, name, room=64))
-        assert roomy.held == tight.held and roomy.room["device"] == 3 * tight.room["device"] > 0
+        roomy = kvjax.read(MODEL, contexts, name, room=192).bytes
+        tight = kvjax.read(MODEL, contexts, name, room=64).bytes
+        assert roomy.held == tight.held and roomy.reserved["device"] == 3 * tight.reserved["device"] > 0
         rows = 2 * MODEL.config.layers * MODEL.config.kv_heads * 64 * share * 2 * MODEL.config.head_dim * 4
         assert rows <= roomy.held["device"] <= 1.1 * rows  # keys, values, and their positions
 
@@ -192,10 +192,12 @@ def test_what_is_recorded():
         "predictions": [row[0] for row in right],
         "bytes": first["bytes"],
         "room": first["room"],
+        "dtype": "float32",
+        "bfloat16_fraction": {"device": 1.0, "pinned_host": 0.0},
         "meant": identity(kvjax.parse("full")),
     }
     whole = first["bytes"]["device"] + first["room"]["device"]
-    assert abs(whole - size["device"]) <= 16 and first["bytes"]["pinned_host"] == 0
+    assert abs(whole - size.total["device"]) <= 16 and first["bytes"]["pinned_host"] == 0
     assert store.find("full", "talk", "a")["turns"] and store.find("full", "talk", "a")["tokens"] == 40
     text = store.find("full", "ppl", "ppl/2")
     assert text["scores"] == [] and len(text["likeliest"]) == 12 and text["bits"] > 0 and "predictions" not in text

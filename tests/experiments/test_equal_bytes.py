@@ -45,7 +45,7 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
     found = run()
     assert (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text() == lines
     model = kvjax.load(directory)
-    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype=model.dtype)["device"]
+    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype=model.dtype).total["device"]
     points = {(p["settings"], p["share"]): p for p in found["points"]}
     assert len(points) == 6
     for point in found["points"]:

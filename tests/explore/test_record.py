@@ -87,7 +87,7 @@ def test_what_is_held_is_what_a_cache_holds_that_nobody_watches(model, found, by
 def test_a_method_that_is_watched_answers_as_ever(model, found, by_name, method):
     plain = kvjax.generate(model, [PROMPT], method, max_new_tokens=STEPS, capacity=64)
     assert by_name[method].own == plain.tokens[0]
-    bytes_ = kvjax.state_bytes(kvjax.prefill(model, [PROMPT], method, capacity=64)[1].layers)
+    bytes_ = kvjax.state_bytes(kvjax.prefill(model, [PROMPT], method, capacity=64)[1])
     assert by_name[method].bytes == bytes_
 
 

@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     slots = held.cache.layers[0].pos.shape[2]
     a_slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
     store = 4 * -(-pages // 4) * (8 * a_slot + 4)  # each page with its owner
-    assert held.bytes["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
+    assert held.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
     longest = max(len(head) for heads in held.kept_positions() for head in heads[0])
     assert longest * 4 * a_slot > store
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.hold.floats import BlockFloat
 from kvjax.cache.hold.ordered import Ordered
@@ -84,7 +84,7 @@ def test_an_order_alone_changes_nothing(place):
     q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 1, 8)), jnp.float32)
     ordered, plain = place(Ordered(Plain())), Plain()
     a, b = (c.write(c.encode(x, POS), 2 * x[:, :, :1], jnp.array([[5]])) for c in (ordered, plain))
-    assert state_bytes(a)["device"] == 2 * 8 * 4 + (0 if place is Host else state_bytes(b)["device"])
+    assert array_bytes(a)["device"] == 2 * 8 * 4 + (0 if place is Host else array_bytes(b)["device"])
     p = plain.scores(q, b)
     np.testing.assert_allclose(ordered.search(q, a), p, atol=1e-5)
     a = ordered.load(a)

@@ -159,7 +159,7 @@ def test_it_composes_with_codecs_places_representatives_and_policies():
     )
     for row in range(2):
         assert sum(len(held[row][0]) for held in low.kept_positions()) == 3 * 12
-    assert low.bytes["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
+    assert low.bytes.total["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
     policy = kvjax.read(model, prompts, "cake:budget=12,window=4 + h2o:heavy=4,recent=3", room=32)
     assert [state.pos.shape[2] for state in policy.cache.layers] == [8] * 3
     assert all(len(head) <= 7 for held in policy.kept_positions() for row in held for head in row)

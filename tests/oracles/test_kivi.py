@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.groups import Kivi
 from kvjax.core.types import Block, KvjaxError
 from tests.contract import layer
@@ -192,7 +192,7 @@ def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     layer_ = layer.bound(method, head_dim=H)
-    return state_bytes(jax.eval_shape(lambda k, p: layer_.prefill(Block(k, k, p), None, S), x, pos))
+    return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(Block(k, k, p), None, S), x, pos))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import given
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.nonuniform import Levels, NonUniform, fitted, normal_float, normed
 from kvjax.cache.hold.sparse import Sparse
 from kvjax.core.types import KvjaxError
@@ -102,7 +102,7 @@ def test_bytes_are_the_papers_and_the_ranges():
     """Of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on each vector's two sides."""
     bound = layer.bound("kvquant:bits=3,every=128", head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 256), jnp.int32)
-    k, v = (state_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))
+    k, v = (array_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))
     codes, recent, first, lengths = 256 * 128 * 3 // 8, 128 * 128 * 2, 128 * 2, 8
     assert k == codes + recent + first + lengths + 3 * 2 * 128 * 2 + (4 + 2 + 2) * 128 * (4 + 2)
     assert v == codes + recent + first + lengths + 256 * 2 * 2 + 256 * 2 * (1 + 2)

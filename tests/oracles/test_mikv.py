@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.balanced import Balanced
 from kvjax.cache.hold.codecs import Plain
 from kvjax.cache.hold.tokens import Tokens
@@ -53,7 +53,7 @@ def test_the_high_tier_in_eight_bits():
     d = layer.data()
     exact, coded = (layer.run(f"mikv:share=0.6{more}", d) for more in ("", ",high=8"))
     assert 0 < np.abs(coded - exact).max() < 0.05
-    sizes = [state_bytes(layer.prefill(layer.bound(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
+    sizes = [array_bytes(layer.prefill(layer.bound(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
     slots = 4 + 16  # four of nine prompt tokens, and room for what follows
     rows = 2 * layer.B * layer.K * slots
     assert sizes[0]["device"] - sizes[1]["device"] == rows * (4 * layer.H - (layer.H + 4))
@@ -111,7 +111,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
     np.testing.assert_allclose(back[0, :, :4], want, atol=1e-5)
     np.testing.assert_array_equal(back[0, 1, 2], x[0, 1, 2])
     np.testing.assert_array_equal(rows, jnp.take_along_axis(back, idx[..., None], 2))
-    assert state_bytes(stored)["device"] == 2 * 5 * (32 * bits // 8 + 2 * 2 * 4) + 2 * 4
+    assert array_bytes(stored)["device"] == 2 * 5 * (32 * bits // 8 + 2 * 2 * 4) + 2 * 4
 
 
 def test_what_has_no_meaning_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.contract import Cache, Layer, LayerSpec
 from kvjax.cache.hold.directions import between, by_length, likeness
 from kvjax.core.mesh import layer_axes, named
@@ -185,9 +185,9 @@ def test_bytes_are_the_planned_ones_and_below_those_of_full():
     cache = cache_under("minicache:share=0.2")
     sizes = {"capacity": CAPACITY, "batch": 3, "dtype": MODEL.dtype}
     planned = kvjax.planned_bytes("minicache:share=0.2", MODEL.config, int(LENGTHS.max()), **sizes)
-    assert state_bytes(cache.layers) == planned
+    assert array_bytes(cache) == planned.total
     config = Config(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
-    full, pairs = (kvjax.planned_bytes(m, config, 4000)["device"] for m in ("full", "minicache"))
+    full, pairs = (kvjax.planned_bytes(m, config, 4000, dtype="bfloat16").held["device"] for m in ("full", "minicache"))
     # Of four layers two are a pair: they share 95 % of their rows, and add lengths and positions.
     assert 0.75 < pairs / full < 0.79
 

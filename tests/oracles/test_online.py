@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.method import Method
 from kvjax.core.observe import Obs
 from kvjax.core.rope import rotate
@@ -139,7 +139,7 @@ def test_streaming_runs_on_in_constant_memory():
     xs = (np.moveaxis(q, 3, 0)[:, :, :, :, None], np.moveaxis(k, 2, 0)[:, :, :, None])
     xs += (np.moveaxis(v, 2, 0)[:, :, :, None], pos.T[:, :, None])
     after, out = jax.jit(lambda s, x: lax.scan(step, s, x))(state, xs)
-    assert state_bytes(after) == state_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
+    assert array_bytes(after) == array_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
     assert set(np.asarray(after.pos).ravel().tolist()) == {-1, 0, 1, *range(n + 3 - 6, n + 3)}
     q, k, v = rows[0]
     want = np.stack([oracle.streaming(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
@@ -303,7 +303,7 @@ def test_c4_extend_is_a_fixed_point_and_c6_bytes(name, slots, dtype):
     after = jax.eval_shape(lambda s, x: extend(method, s, *x, 1), state, tokens(d, 0))[1]
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
     scored = 4 if name == "streaming" else 8 * K  # a position, or a position and a score per head
-    assert state_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
+    assert array_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
 
 
 ONE = Block(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.int32))

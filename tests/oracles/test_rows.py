@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold import pieces, quantise
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.hold.rows import Absmax, MinMax, Quantiser, Rows, hadamard
@@ -213,7 +213,7 @@ def test_on_a_model_with_eviction_and_on_the_host():
     for held in ("", " + int4", " + int4 + offload"):
         _, cache = kvjax.prefill(model, prompts, evicting + held, capacity=16)
         outs[held], cache = kvjax.extend(model, more, cache)
-        sizes[held] = state_bytes(cache)
+        sizes[held] = array_bytes(cache)
     np.testing.assert_allclose(outs[" + int4"], outs[" + int4 + offload"], atol=1e-5)
     error = np.asarray(outs[" + int4"] - outs[""])
     assert 0 < error.std() < 0.2 * np.asarray(outs[""]).std()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.codecs import Host
 from kvjax.cache.hold.stairs import Staircase
 from kvjax.core import memory
@@ -97,7 +97,7 @@ def test_bits_fall_and_are_really_packed():
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)
-    held = state_bytes(jax.eval_shape(Staircase((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
+    held = array_bytes(jax.eval_shape(Staircase((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
     assert held == codes + scales + 16 * 32 * 4 + 4
 
 

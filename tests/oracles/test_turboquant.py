@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.hold.even import EvenSteps
@@ -91,7 +91,7 @@ def test_bytes_are_vllms(k_bits, v_bits, each):
     """Of a token and a head of 128 channels, which take 512 bytes in bfloat16."""
     bound = layer.bound(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
-    held = state_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
+    held = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
     assert held == {"device": 4 * each, "pinned_host": 0}
 
 
@@ -112,7 +112,7 @@ def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
     config = Config(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
 
     def planned(method: str) -> int:
-        return kvjax.planned_bytes(method, config, 16, capacity=32)["device"]
+        return kvjax.planned_bytes(method, config, 16, capacity=32).total["device"]
 
     full, coded, both = (planned(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
     assert coded < full / 3 and 3 * both == 2 * full + coded

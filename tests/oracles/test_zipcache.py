@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import state_bytes
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.channels import Channels
 from kvjax.cache.hold.codecs import Host
 from kvjax.cache.hold.separable import SeparableTokens
@@ -158,8 +158,8 @@ def test_bits_are_really_packed():
     x, pos = jnp.ones((1, 2, 64, 32)), jnp.arange(64, dtype=jnp.int32)[None, None]
     counts = 2 * 4
     codes = 2 * 64 * 32 * 4 // 8
-    assert state_bytes(Channels(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
-    assert state_bytes(SeparableTokens(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
+    assert array_bytes(Channels(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
+    assert array_bytes(SeparableTokens(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
 
 
 def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():

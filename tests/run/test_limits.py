@@ -105,4 +105,4 @@ def test_what_is_planned_for_a_capacity_is_what_is_held(method):
         _, cache = kvjax.prefill(MODEL, ids(tokens), method, capacity=capacity)
         assert cache.capacity == -(-capacity // 64) * 64  # what is asked for, in whole steps
         planned = kvjax.planned_bytes(method, MODEL.config, tokens, capacity=cache.capacity, dtype=MODEL.dtype)
-        assert planned == kvjax.state_bytes(cache.layers)
+        assert planned == kvjax.state_bytes(cache)

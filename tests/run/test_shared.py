@@ -64,7 +64,7 @@ def test_shared_is_repeated(prefix, own):
 def test_the_prefix_is_held_once():
     once = kvjax.read(MODEL, [[7] * 1000], "full", room=0).share([[1]] * 8, room=16)
     per_token = 2 * 2 * 8 * 4  # keys and values, heads, numbers, bytes
-    assert once.bytes["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
+    assert once.bytes.total["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
 
 
 def test_a_method_chooses_among_a_rows_own_tokens():
@@ -99,7 +99,7 @@ def test_rows_behind_one_prefix_branch_and_join():
     once = kvjax.read(MODEL, PREFIX, "full", room=0).share(DOCUMENTS, room=40)
     branched = once.branch(2)
     np.testing.assert_array_equal(branched.last[::2], once.last)
-    assert branched.bytes["device"] < 2 * once.bytes["device"]
+    assert branched.bytes.total["device"] < 2 * once.bytes.total["device"]
     again = once.feed(QUESTIONS).join(once.feed(QUESTIONS).pick([1]))
     answers = again.feed([*QUESTIONS, QUESTIONS[1]]).last
     np.testing.assert_allclose(answers[3], answers[1], atol=1e-6)

@@ -59,6 +59,9 @@ def _measures(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
     return [x for x in every if x[2]]
 
 
+SIZE = "bytes on the device, % of the exact cache's, both in bfloat16"
+
+
 def _label(measure: str) -> str:
     return "score, 0 to 100" if measure == "score" else "bits per byte (less is better)"
 
@@ -70,24 +73,24 @@ def _value(row: Row, measure: str) -> str:
 
 
 def tradeoffs(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
-    """Quality against KiB on the device, one panel per family of tasks; rows of one length."""
+    """Quality against bytes on the device, one panel per family of tasks; rows of one length."""
 
     def panel(family: str, measure: str, own: list[Row]) -> Panel:
         def draw(ax: Axes) -> None:
             _frontier(ax, own, measure)
             for r in own:
-                _point(ax, [r], "device_kib", measure, look[r["method"]])
+                _point(ax, [r], "device_percent", measure, look[r["method"]])
             ax.set_xscale("log")
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
             ax.xaxis.set_minor_locator(NullLocator())
-            ax.set_xlabel("KiB on the device per context")
+            ax.set_xlabel(f"{SIZE} (logarithmic)")
             _finish(ax, measure)
 
-        seen = "; ".join(f"{r['method']}: {_value(r, measure)} at {r['device_kib']:,.0f} KiB" for r in own)
-        return Panel(family, f"{family}, {_label(measure)}, against KiB on the device per context. {seen}", draw)
+        seen = "; ".join(f"{r['method']}: {_value(r, measure)} at {r['device_percent']:.1f}%" for r in own)
+        return Panel(family, f"{family}, {_label(measure)}, against {SIZE}. {seen}", draw)
 
-    sized = [r for r in summary.by_family(rows) if r["device_kib"]]
+    sized = [r for r in summary.by_family(rows) if r["device_percent"]]
     return [panel(*m) for m in _measures(sized)]
 
 
@@ -95,10 +98,10 @@ def _frontier(ax: Axes, rows: Sequence[Row], measure: str) -> None:
     """The steps between the methods that no other beats in both quality and bytes."""
     sign = 1 if measure == "score" else -1
     best: list[Row] = []
-    for r in sorted(rows, key=lambda r: (r["device_kib"], -sign * r[measure])):
+    for r in sorted(rows, key=lambda r: (r["device_percent"], -sign * r[measure])):
         if not best or sign * r[measure] > sign * best[-1][measure]:
             best.append(r)
-    x, y = [r["device_kib"] for r in best], [r[measure] for r in best]
+    x, y = [r["device_percent"] for r in best], [r[measure] for r in best]
     ax.step(x, y, where="post", color=INK, alpha=0.3, linewidth=1, zorder=1)
 
 
@@ -110,7 +113,7 @@ def _point(ax: Axes, rows: Sequence[Row], x: str, measure: str, style: Style, li
         ax.plot(at, y, color=style.colour, linewidth=1, alpha=0.7, zorder=2)
     for i, r in enumerate(rows):
         (mark,) = ax.plot(at[i], y[i], style.marker, color=style.colour, markersize=6.5, markeredgewidth=0, zorder=3)
-        where = f"{r['device_kib']:,.0f} KiB" if x == "device_kib" else f"{r['length']:,} tokens"
+        where = f"{r['device_percent']:.1f}% of full" if x == "device_percent" else f"{r['length']:,} tokens"
         mark.set_gid(gid(f"{r['method']}: {_value(r, measure)}, {where}"))
 
 

@@ -16,8 +16,9 @@ from kvjax.eval.tasks import examples
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, words, digits
-    ("device_kib", "device", "KiB on the device per context, of the tokens held", 0),
-    ("host_kib", "host", "KiB in host memory per context, of the tokens held", 0),
+    ("device_percent", "of full", "bytes held on the device, percent of the exact cache's, both in bfloat16", 1),
+    ("device_kib", "device", "KiB held on the device per context, in the model's dtype", 0),
+    ("host_kib", "host", "KiB held in host memory per context, in the model's dtype", 0),
     ("prefill_seconds", "prefill", "seconds for the prompts of a batch", 2),
     ("tokens_per_second", "tokens/s", "decoded tokens per second, all rows of a batch together", 0),
 )
@@ -113,7 +114,8 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     what += f": {_count(most('contexts'), 'context')} and {_count(most('questions'), 'question')} for each method"
     main = summary.main_length(answered)
     exact = orders.Run(r for r in records if summary.length_of(r) in (main, None))
-    sizes = (("on the device", ("device_kib",)), ("on device and host together", ("device_kib", "host_kib")))
+    together = ("device_percent", "host_percent")
+    sizes = (("on the device", together[:1]), ("on device and host together", together))
     chosen = summary.at_length(rows, main)
     fewest = [(where, found) for where, fields in sizes if (found := _fewest(chosen, exact, fields))]
     return {"what": what, "length": main, "exact": exact.full, "fewest": fewest}
@@ -127,17 +129,13 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
 
     found: dict[str, list[str]] = {}
     for task in summary.ordered(rows, "task") if run.full else ():
-        own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_kib"] is not None}
+        own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
         against = {m: _difference(run, m, task) for m in own}
         if any(d and d.cases >= paired.ENOUGH for d in against.values()):
             good = [m for m, d in against.items() if m == run.full or (d and paired.keeps_up(d))]
             found.setdefault(min(good, key=own.get), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*found, run.full)}
-
-    def share(m: str) -> float | None:
-        return mean[m] / mean[run.full] if mean[run.full] else None
-
-    return [{"method": m, "tasks": tasks, "kib": mean[m], "share": share(m)} for m, tasks in found.items()]
+    return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in found.items()]
 
 
 def _difference(run: orders.Run, method: str, task: str) -> paired.Difference | None:

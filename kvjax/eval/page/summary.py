@@ -23,8 +23,12 @@ SPEED = "speed"  # the task whose records hold times and no answers
 FIELDS = (
     *("method", "task", "length", "metric", "turns", "contexts", "questions", "score", "score_error"),
     *("first", "first_error", "later", "later_error", "bits", "bits_error", "agreement", "agreement_error"),
-    *("device_kib", "host_kib", "room_kib", "prefill_seconds", "tokens_per_second"),
+    *("device_percent", "host_percent", "device_kib", "host_kib", "room_kib", "dtype"),
+    *("prefill_seconds", "tokens_per_second"),
 )
+
+
+SIZES = ("device_percent", "host_percent", "device_kib", "host_kib", "room_kib")
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
@@ -32,8 +36,9 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
     score, first, later: 0 to 1, means over the cases of each case's mean. *_error: standard errors over cases. first,
     later: the first question of each context and the others, where there are several. agreement: share of equal
-    `likeliest` tokens with the method "full". *_kib: per context, of the tokens that are held; room_kib: of both
-    memories, for the tokens that follow. What was not measured is None.
+    `likeliest` tokens with the method "full". *_percent: bytes held, of those of the exact cache, both in bfloat16.
+    *_kib: measured, per context, in `dtype`, of the tokens that are held; room_kib: of both memories, for the tokens
+    that follow. What was not measured is None.
     """
     kept = latest(records)
     speeds = _group((r for r in kept if r["task"] == SPEED), lambda r: (r["method"], length_of(r)))
@@ -115,6 +120,9 @@ def _row(key: tuple, cases: Sequence[Record], best: Mapping, speeds: Sequence[Re
     for name, kind in (("device_kib", "device"), ("host_kib", "pinned_host")):
         size, _ = mean_error(r.get("bytes", {}).get(kind) for r in cases)
         row[name] = None if size is None else size / 1024
+        fraction, _ = mean_error(r.get("bfloat16_fraction", {}).get(kind) for r in cases)
+        row[name.replace("kib", "percent")] = None if fraction is None else 100 * fraction
+    row["dtype"] = next((r["dtype"] for r in cases if "dtype" in r), None)
     room, _ = mean_error(sum(r["room"].values()) for r in cases if "room" in r)
     row["room_kib"] = None if room is None else room / 1024
     for name in ("prefill_seconds", "tokens_per_second"):
@@ -177,7 +185,7 @@ def _merged(key: tuple[str, str], group: Sequence[Row]) -> Row:
         errors = [r[f"{name}_error"] for r in group if r[name] is not None]
         known = errors and None not in errors
         row[f"{name}_error"] = math.sqrt(sum(e * e for e in errors)) / len(errors) if known else None
-    for name in ("device_kib", "host_kib", "room_kib", "prefill_seconds", "tokens_per_second"):
+    for name in (*SIZES, "prefill_seconds", "tokens_per_second"):
         row[name], _ = mean_error(r[name] for r in group)
     return row
 
@@ -205,7 +213,7 @@ def table(rows: Sequence[Row]) -> Table:
     t = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     t.title = f"{length:,}-token contexts" if length else None
     t.add_column("method", min_width=20, max_width=29, overflow="fold")
-    for name in (*shown, "device", "host", "tok/s"):
+    for name in (*shown, "device", "of full", "host", "tok/s"):
         t.add_column(name.replace(".", ".\n"), justify="right", overflow="fold", min_width=5)
     for method in ordered(chosen, "method"):
         own = {r["task"]: r for r in chosen if r["method"] == method}
@@ -219,7 +227,9 @@ def _caption(rows: Sequence[Row], single: bool, left: Sequence[str]) -> str:
     parts = ["percent right, or bits per byte (b)"] if any(r["bits"] is not None for r in rows) else ["percent right"]
     parts += [] if single else ["tasks averaged by family"]
     parts += [f"{len(left)} more in the CSV file"] if left else []
-    return "; ".join([*parts, "device, host: KiB a context, of the tokens held"])
+    dtypes = " and ".join(ordered((r for r in rows if r["dtype"]), "dtype"))
+    held = f"device, host: KiB held of a context{f', {dtypes}' if dtypes else ''}"
+    return "; ".join([*parts, held, "of full: percent of the exact cache's bytes, both in bfloat16"])
 
 
 def _cell(row: Row | None, errors: bool) -> str:
@@ -232,10 +242,14 @@ def _cell(row: Row | None, errors: bool) -> str:
 
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:
     """One method's KiB per context, prefill seconds and tokens/s: means over its tasks."""
-    names = ("device_kib", "host_kib", "prefill_seconds", "tokens_per_second")
+    names = ("device_percent", "device_kib", "host_kib", "prefill_seconds", "tokens_per_second")
     return {name: mean_error(r[name] for r in rows)[0] for name in names}
 
 
 def _costs(rows: Sequence[Row]) -> list[str]:
     found = costs(rows)
-    return ["-" if (x := found[n]) is None else f"{x:,.0f}" for n in ("device_kib", "host_kib", "tokens_per_second")]
+
+    def cell(name: str, form: str = ",.0f") -> str:
+        return "-" if found[name] is None else format(found[name], form)
+
+    return [cell("device_kib"), cell("device_percent", ".1f"), cell("host_kib"), cell("tokens_per_second")]

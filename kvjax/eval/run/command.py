@@ -103,11 +103,12 @@ def _warn(model: Model, lengths: Sequence[int]) -> None:
 
 def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], length: int) -> list[str]:
     """The methods at sizes that take these shares of the bytes of `full`, which comes first; says what fits nowhere."""
-    found = equal_bytes.fitted(split_many(methods), shares, model.config, length, model.dtype)
+    found = equal_bytes.fitted(split_many(methods), shares, model.config, length)
     for method in found:
         if not method.method:
             print(
-                f"kvjax: {method.asked} takes more than {method.share} of the bytes of full: left out", file=sys.stderr
+                f"kvjax: {method.asked} takes more than {method.share} of the bytes of full in bfloat16: left out",
+                file=sys.stderr,
             )
     return list(dict.fromkeys(["full", *(method.method for method in found if method.method)]))
 

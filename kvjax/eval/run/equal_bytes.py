@@ -1,11 +1,15 @@
-"""Methods at equal bytes: each one's size is chosen so that its cache takes a given share of the full cache's."""
+"""Methods at equal bytes: each one's size is chosen so that its cache takes a given share of the full cache's.
+
+Bytes are those of a bfloat16 cache, whatever the model computes in: caches are held in 16 bits in practice, and beside a
+float32 cache every quantizer would look twice as good.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvjax.core.types import KvjaxError
 from kvjax.methods.catalogue import load_all
@@ -15,6 +19,7 @@ from kvjax.run.planned import planned_bytes
 
 BITS = (8, 4, 3, 2, 1)
 LONGEST = 40  # letters of a share
+DTYPE = "bfloat16"  # of keys and values, as bytes are compared
 
 
 class Fitted(NamedTuple):
@@ -23,18 +28,18 @@ class Fitted(NamedTuple):
     asked: str  # the method's string, of any size
     share: Fraction
     method: str  # the same at the greatest size that fits; "" if none does
-    bytes: int  # that it takes on the device for one prompt
+    bytes: int  # that it holds on the device for one prompt, in bfloat16
 
 
-def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, prompt: int, dtype: Any) -> list[Fitted]:
-    """Every method at every share of the bytes that `full` takes on the device for a prompt of so many tokens.
+def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, prompt: int) -> list[Fitted]:
+    """Every method at every share of the bytes that `full` holds of a prompt of so many tokens, in bfloat16.
 
     What is changed of a method is what its recipe calls its sizes (`Recipe.sizes`): numbers of tokens, or of bits. In a
     composition it is one part's, the first that makes it fit, tokens before bits. A method of one size is taken as it
     is wherever it fits. Raises KvjaxError for a method that this model cannot have at the size that it is given.
     """
-    full = _bytes("full", config, prompt, dtype)
-    return [_fit(text, share, int(full * share), config, prompt, dtype) for share in shares for text in methods]
+    full = _bytes("full", config, prompt)
+    return [_fit(text, share, int(full * share), config, prompt) for share in shares for text in methods]
 
 
 def shares_of(text: str) -> list[Fraction]:
@@ -68,11 +73,11 @@ class _Dial(NamedTuple):
         return joined([*self.parts[: self.index], Part(part.name, values), *self.parts[self.index + 1 :]])
 
 
-def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int, dtype: Any) -> Fitted:
+def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int) -> Fitted:
     def taken(method: str) -> int | None:
-        return _bytes(method, config, prompt, dtype)
+        return _bytes(method, config, prompt)
 
-    as_it_is = planned_bytes(text, config, prompt, dtype=dtype)["device"]
+    as_it_is = planned_bytes(text, config, prompt, dtype=DTYPE).held["device"]
     for dial in _dials(text):
         if dial.names == ("bits",):
             size = next((bits for bits in BITS if (taken(dial.at(bits)) or most + 1) <= most), 0)
@@ -94,9 +99,9 @@ def _dials(text: str) -> list[_Dial]:
     return sorted((dial for dial in dials if dial.names), key=lambda dial: dial.names == ("bits",))
 
 
-def _bytes(method: str, config: Config, prompt: int, dtype: Any) -> int | None:
-    """On the device, for one prompt; None where a method cannot be made at this size."""
+def _bytes(method: str, config: Config, prompt: int) -> int | None:
+    """Held on the device for one prompt, in bfloat16; None where a method cannot be made at this size."""
     try:
-        return planned_bytes(method, config, prompt, dtype=dtype)["device"]
+        return planned_bytes(method, config, prompt, dtype=DTYPE).held["device"]
     except KvjaxError:
         return None

@@ -218,7 +218,8 @@ def records(
         protocol = harness.conversation if rows[0].turns else harness.seen if seen else harness.shared
         replies, size = protocol(reader, method, rows, batch.new)
         found = [_scored(c, said) for c, said in zip(batch.cases, zip(*replies, strict=True), strict=False)]
-    held, room = ({kind: n // batch.rows for kind, n in part.items()} for part in size)
+    each, longest = size.per_sequence(batch.rows), max(len(c.context) for c in batch.cases)
+    fraction = harness.bfloat16_fractions(method, reader.model.config, longest)
     # A report may be made where a method of one's own is not known, and then only the record can tell its traits.
     traits = {} if is_made_by_kvjax(name) else {"traits": dataclasses.asdict(method.traits)}
     return [
@@ -231,8 +232,10 @@ def records(
             "tokens": len(c.context),
             "turns": c.turns,
             **f,
-            "bytes": held,
-            "room": room,
+            "bytes": each.held,
+            "room": each.reserved,
+            "dtype": each.dtype,
+            "bfloat16_fraction": fraction,
             **traits,
         }
         for c, f in zip(batch.cases, found, strict=True)
@@ -263,5 +266,7 @@ def speed_record(model: Model, name: str, method: KVMethod, length: int, batch: 
         "scores": [],
         "prefill_seconds": prefill,
         "tokens_per_second": decode,
-        "bytes": {kind: n // batch for kind, n in size.items()},
+        "bytes": size.per_sequence(batch).held,
+        "dtype": size.dtype,
+        "bfloat16_fraction": harness.bfloat16_fractions(method, model.config, length),
     }

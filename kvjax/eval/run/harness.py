@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.contract import KVMethod
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
@@ -26,22 +26,13 @@ from kvjax.testbed.tasks import Instance
 Rows = Sequence[np.ndarray]
 
 
-class Size(NamedTuple):
-    """Bytes of a batch of contexts by memory kind: of the tokens that are held, and of the room for what follows."""
-
-    held: dict[str, int]
-    room: dict[str, int]
-
-
-Replies = tuple[list[list[str]], Size]
-"""[ask][row], the generated text up to the first stop; what the contexts take."""
+Replies = tuple[list[list[str]], CacheBytes]
+"""[ask][row], the generated text up to the first stop; bytes of the contexts."""
 
 SPEED_TOKENS, SPEED_RUNS = 64, 3
 
 
-def answers(
-    model: Model, method: str | KVMethod, instances: Sequence[Instance]
-) -> tuple[list[list[bool]], dict[str, int]]:
+def answers(model: Model, method: str | KVMethod, instances: Sequence[Instance]) -> tuple[list[list[bool]], CacheBytes]:
     """Whether each question of each instance is answered exactly, greedily, by what is held of its context alone.
 
     The instances form one batch and must have equally many questions. Returns also the bytes that the contexts take.
@@ -80,7 +71,7 @@ def shared(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: i
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [a.prompt for a in asked]
         replies.append(_texts(reader.model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
-    return replies, size(context)
+    return replies, context.bytes
 
 
 def seen(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
@@ -89,7 +80,7 @@ def seen(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int
     for asked in zip(*(c.asks for c in cases), strict=True):
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asked, strict=True)]
         context = _read(reader, method, prompts, new)
-        sizes.append(size(context))
+        sizes.append(context.bytes)
         replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
     return replies, sizes[0]
 
@@ -109,7 +100,7 @@ def conversation(reader: Reader, method: str | KVMethod, cases: Sequence[Case], 
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
     context = _read(reader, method, prompts, sum(map(_width, fed)) + new)
-    taken, replies = size(context), []
+    taken, replies = context.bytes, []
     for i, asked in enumerate(turns):
         following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
         replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
@@ -125,18 +116,16 @@ def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
 
 def following(
     reader: Reader, method: str | KVMethod, cases: Sequence[Case]
-) -> tuple[list[np.ndarray], list[np.ndarray], Size]:
+) -> tuple[list[np.ndarray], list[np.ndarray], CacheBytes]:
     """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], what the contexts take)."""
     rows = [c.follows for c in cases]
     longest = max(map(len, rows))
     context = _read(reader, method, [c.context for c in cases], bucket(longest))
     logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)
-    return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), size(context)
+    return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
 
 
-def speed(
-    model: Model, method: str | KVMethod, length: int, batch: int, seed: int
-) -> tuple[float, float, dict[str, int]]:
+def speed(model: Model, method: str | KVMethod, length: int, batch: int, seed: int) -> tuple[float, float, CacheBytes]:
     """Contexts of random tokens: (prefill seconds, decoded tokens per second, bytes of the cache), medians."""
     ids = np.random.default_rng([seed, length]).integers(0, model.config.vocab_size, (batch, length))
     how = {"max_new_tokens": SPEED_TOKENS, "eos_ids": (), "loop": "while"}
@@ -145,24 +134,15 @@ def speed(
     return statistics.median(prefill), statistics.median(decode), runs[0].bytes
 
 
-def size(context: Context) -> Size:
-    """What contexts take that have just been read, the room behind their tokens apart.
-
-    Of a method whose layers share a budget by what the prompt is like, room is that of an even division.
-    """
-    cache = context.cache
-    longest, config = int(np.max(np.asarray(cache.length))), context.model.config
-    room = _room(context.method, config, longest, cache.capacity, context.rows, context.model.dtype)
-    return Size({kind: n - room[kind] for kind, n in context.bytes.items()}, room)
-
-
 @functools.lru_cache(maxsize=1024)
-def _room(method: KVMethod, config: Config, longest: int, capacity: int, batch: int, dtype: np.dtype) -> dict[str, int]:
-    """Bytes by memory kind that a cache of this capacity takes beyond one without room."""
-    more = {"batch": batch, "dtype": dtype}
-    with_room = planned_bytes(method, config, longest, capacity=capacity, **more)
-    without = planned_bytes(method, config, longest, **more)
-    return {kind: n - without[kind] for kind, n in with_room.items()}
+def bfloat16_fractions(method: KVMethod, config: Config, length: int) -> dict[str, float]:
+    """What a method holds of contexts of so many tokens in bfloat16, as fractions of the exact bfloat16 cache.
+
+    Caches are held in 16 bits in practice, and a quantizer's gain depends on what it is compared with. So methods are
+    compared by these bytes, also where a model computes in float32.
+    """
+    planned = planned_bytes(method, config, length, dtype="bfloat16")
+    return {"device": planned.fraction_of_full, "pinned_host": planned.host_fraction_of_full}
 
 
 def bucket(n: int) -> int:

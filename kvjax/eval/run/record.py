@@ -57,6 +57,11 @@ NEEDED = {
 }
 OPTIONAL = {
     "room": BYTES,
+    "dtype": TEXT,
+    "bfloat16_fraction": Field(
+        lambda x: isinstance(x, dict) and all(_number(v, MOST) for v in x.values()),
+        "fractions of the exact bfloat16 cache by memory kind",
+    ),
     "case": TEXT,
     "meant": TEXT,
     "metric": TEXT,
