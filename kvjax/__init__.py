@@ -3,7 +3,7 @@
 import importlib.metadata
 
 from kvjax import methods, reuse
-from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.contract import Cache
 from kvjax.cache.contract import Cache as State
 from kvjax.cache.method import Method
@@ -31,6 +31,7 @@ except importlib.metadata.PackageNotFoundError:  # a folder on the path, not ins
 
 __all__ = [
     "Cache",
+    "CacheBytes",
     "Config",
     "Context",
     "Exact",

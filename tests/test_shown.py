@@ -17,9 +17,8 @@ def test_values_show_themselves_in_one_line():
     context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
     assert repr(model).startswith("Model(random: ")
     assert repr(model).endswith(" parameters in float32, 3 layers, width 32, 4 heads on 2 of 8)")
-    held = (
-        f"{context.bytes.held['device']:,} bytes held ({context.bytes.fraction_of_full:.1%} of the exact float32 cache)"
-    )
+    found = context.bytes
+    held = f"{found.held['device']:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)"
     assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; rows of 3, 1 tokens; ")
     assert held in repr(context)
     assert repr(context.cache) == f"Cache(2 rows, 3 layers, capacity {context.cache.capacity} tokens a row)"

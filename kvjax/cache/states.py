@@ -108,6 +108,8 @@ class StateOperations:
     def _bytes_beyond(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
         """Bytes of the slots beyond the first `used` of each sequence; of the state, only shapes are looked at."""
         slots = state.pos.shape[2]
+        if not slots:  # all that a prompt leaves is in the side store, and there is no room for more
+            return {"device": 0, "pinned_host": 0}
         # Positions, biases and what a policy counts have one entry for each slot. Codes and summaries need not be
         # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
         total = bytes_beyond((state.pos, state.bias, state.marks), slots, used)

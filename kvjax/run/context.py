@@ -18,7 +18,7 @@ from kvjax.core.shown import table
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
-from kvjax.run import calls, save, shared, splice, states
+from kvjax.run import calls, limits, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, decoding
@@ -266,7 +266,9 @@ def read(
     plan = bind(method, model.config)
     more = {"chunk": chunk, "width": width, "progress": progress, "clock": clock}
     last, cache = prompt_runner.run(model, plan, ids, capacity, **more)
-    return Context(model, cache, last, method, clock.running)
+    context = Context(model, cache, last, method, clock.running)
+    limits.warn_of_no_saving(method, context.bytes)
+    return context
 
 
 def resume(model: Model, path: str | Path, method: str | KVMethod | None = None) -> Context:

@@ -10,8 +10,9 @@ import jax
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
+from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import by_layer, calls, stops
+from kvjax.run import by_layer, calls, limits, stops
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, chosen_loop, decoding
@@ -94,7 +95,10 @@ def generate(
     if cache is not None and state is not None:
         raise KvjaxError("cache and state are two names of one argument; give one of them")
     given = state if cache is None else cache
-    return start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends).finish(max_new_tokens)
+    out = start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends).finish(max_new_tokens)
+    if method is not None:
+        limits.warn_of_no_saving(method_of(method), out.bytes)
+    return out
 
 
 def stream(

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.accounting import CacheBytes
+from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError, KvjaxWarning
+from kvjax.methods.strings import name_of
 from kvjax.models.config import LARGEST, Config
 from kvjax.models.model import Model
 from kvjax.run.forward import Plan
@@ -78,6 +80,25 @@ def check_fed(model: Model, plan: Plan, used: int, more: int) -> None:
 def check_decoding(model: Model, cache: Cache, new: int) -> None:
     """`check_fed` for so many tokens that may be generated behind what a cache holds."""
     check_fed(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), new)
+
+
+_TOLD: set[str] = set()
+"""Names of the methods of which it has been said that they save nothing."""
+
+
+def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
+    """Warns, once for each method, where its cache holds as much on the device as the exact one of the same tokens."""
+    exact_on_device = method.traits.exact and not method.traits.host
+    if size.fraction_of_full < 1 or exact_on_device or (name := name_of(method)) in _TOLD:
+        return
+    _TOLD.add(name)
+    warnings.warn(
+        f"{name} saves nothing on this prompt: {size.held['device']:,} bytes held on the device, "
+        f"{size.fraction_of_full:.1%} of the exact {size.dtype} cache; a longer prompt shows what it saves, or a "
+        "smaller budget",
+        KvjaxWarning,
+        stacklevel=3,
+    )
 
 
 def _warn(model: Model, what: str) -> None:

@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,10 +196,13 @@ def test_a_shared_cache_of_another_dtype_is_refused(model):
         checked(HALF, shared[0])
 
 
-def test_a_cache_that_is_the_same_in_every_dtype_is_taken(model):
+def test_a_cache_of_codes_knows_the_dtype_of_its_model_too(model):
     caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, HALF)]
-    assert checked(HALF, caches[0]) is caches[0]
-    assert np.isfinite(kvjax.extend(HALF, [[1]], caches[0])[0]).all()
+    held = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in caches]
+    assert held[0] == held[1]
+    assert checked(HALF, caches[1]) is caches[1]
+    with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
+        checked(HALF, caches[0])
 
 
 def test_strings_and_values_are_taken_alike(model):

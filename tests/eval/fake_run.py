@@ -35,6 +35,8 @@ def record(method: str, task: str, length: int, case: int, rng: np.random.Genera
     size = {"device": int(BYTES[method] * 1024 * length), "pinned_host": int(host * 1024 * length)}
     base = {"method": method, "task": task, "key": f"{task}/{length}/{case}", "about": {"length": length}}
     base |= {"tokens": length, "scores": [], "asks": [], "predictions": [], "turns": False, "bytes": size}
+    fraction = {"device": BYTES[method] / BYTES[METHODS[0]], "pinned_host": host / BYTES[METHODS[0]]}
+    base |= {"dtype": "float32", "bfloat16_fraction": fraction}
     if task == "ppl":
         shared = np.random.default_rng(case)
         right = shared.integers(0, 256, 64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import jax.numpy as jnp
 import pytest
 
 from kvjax import planned_bytes
@@ -13,8 +12,8 @@ from kvjax.eval.run import command, equal_bytes
 from kvjax.methods.strings import joined, parse, parts_given
 from kvjax.testing import toy_model
 
-CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, jnp.float32
-FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).total["device"]
+CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
+FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).held["device"]
 
 
 def fit(method: str, share: str) -> equal_bytes.Fitted:
@@ -27,19 +26,16 @@ def fit(method: str, share: str) -> equal_bytes.Fitted:
 @pytest.mark.parametrize("share", ["1/4", "1/6"])
 def test_one_token_more_would_not_fit(method, share):
     found = fit(method, share)
-    assert (
-        found.bytes
-        == planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).total["device"]
-        <= FULL * Fraction(share)
-    )
+    held = planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).held["device"]
+    assert found.bytes == held <= FULL * Fraction(share)
     first, *others = parts_given(found.method)
     sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
     more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
-    assert planned_bytes(joined([more, *others]), CONFIG, PROMPT, dtype=DTYPE).total["device"] > FULL * Fraction(share)
+    assert planned_bytes(joined([more, *others]), CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(share)
 
 
 def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():
-    assert fit("kivi:group=8,residual=8", "1/2").method == "kivi:group=8,residual=8,bits=4"
+    assert fit("kivi:group=8,residual=8", "1/2").method == "kivi:group=8,residual=8,bits=2"
     assert fit("quest:page=32,device_layers=0 + kivi:group=8,residual=8", "1/2").method.startswith(
         "quest:page=32,device_layers=0 + kivi"
     )
@@ -72,4 +68,7 @@ def test_the_command_says_what_fits_nowhere(capsys):
     model = toy_model(layers=1, head_dim=32)
     methods = command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
     assert methods[0] == "full" and methods[1].startswith("keydiff:budget=") and len(methods) == 2
-    assert "quest:device_layers=0 takes more than 1/2 of the bytes of full: left out" in capsys.readouterr().err
+    assert (
+        "quest:device_layers=0 takes more than 1/2 of the bytes of full in bfloat16: left out"
+        in capsys.readouterr().err
+    )

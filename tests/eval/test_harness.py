@@ -214,9 +214,8 @@ def ran(monkeypatch):
         if found.bad in [c.key for c in rows]:
             raise RuntimeError("RESOURCE_EXHAUSTED: 9 GB\nand a long trace")
         found.append([c.key for c in rows])
-        return [[c.key for c in rows] for _ in rows[0].asks], harness.Size(
-            {"device": 10, "pinned_host": 0}, {"device": 2, "pinned_host": 0}
-        )
+        size = kvjax.CacheBytes({"device": 10, "pinned_host": 0}, {"device": 2, "pinned_host": 0}, 10, "float32")
+        return [[c.key for c in rows] for _ in rows[0].asks], size
 
     found = Ran()
     monkeypatch.setattr(harness, "shared", stand_in)

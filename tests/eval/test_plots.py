@@ -47,8 +47,8 @@ def test_svg_is_well_formed_and_its_ids_are_its_own(drawn):
 
 def test_words_and_tooltips_carry_the_numbers(drawn):
     (text, *_) = plots.svgs(drawn[0])
-    assert "kivi:bits=1: " in drawn[0].panels[0].alt and " KiB" in drawn[0].panels[0].alt
-    assert re.search(r"<title>snapkv:budget=256 \+ kvcrush: [\d.]+ ± [\d.]+, 292 KiB</title>", text)
+    assert "kivi:bits=1: " in drawn[0].panels[0].alt and "% of the exact cache's" in drawn[0].panels[0].alt
+    assert re.search(r"<title>snapkv:budget=256 \+ kvcrush: [\d.]+ ± [\d.]+, 27.4% of full</title>", text)
 
 
 def test_styles_are_distinct_and_full_is_ink():

@@ -77,7 +77,7 @@ def test_nothing_is_loaded(text, page):
 def test_structure_of_the_tables(page):
     assert len(page.all("table")) == len(page.all("caption")) == 2
     scopes = [a.get("scope") for a in page.all("th")]
-    columns = 1 + 4 + 4  # method; niah, turns, bits, as full; device, host, prefill, tokens/s
+    columns = 1 + 4 + 5  # method; niah, turns, bits, as full; of full, device, host, prefill, tokens/s
     assert scopes.count("col") == 2 * columns and scopes.count("row") == 2 * len(METHODS)
     assert len(page.all("td")) == 2 * len(METHODS) * (columns - 1)
     assert {a["data-first"] for a in page.all("button")} == {"1", "-1"}
@@ -111,7 +111,7 @@ def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
     text = report.write(fake_run.write(tmp_path, **run)).read_text(encoding="utf-8")
     flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
     assert "shown to lose at most 5 points or 0.05 bits per byte against full at 1,024 tokens" in flat
-    assert "offload, 20 KiB a context (1.0% of full): niah, ppl" in flat
+    assert "offload, 1.0% of the exact cache's bytes in bfloat16: niah, ppl" in flat
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,8 @@ def test_who_keeps_up(mean, error, cases, keeps_up):
 def test_numbers_of_the_table(page):
     rows = [c for c in page.cells if c[0] == "td" or c[1].get("scope") == "row"]
     kivi = next(i for i, c in enumerate(rows) if c[2] == "kivi:bits=1")
-    device = rows[kivi + 5]
+    percent, device = rows[kivi + 5 : kivi + 7]
+    assert float(percent[1]["data-v"]) == pytest.approx(100 * 0.27 / 2.08) and percent[2] == "13.0"
     assert float(device[1]["data-v"]) == pytest.approx(138, abs=1) and device[2] == "138"
 
 

@@ -192,5 +192,6 @@ def test_rows_of_one_head_cannot_lie_where_another_is(method):
 
 def test_the_shipped_model_finds_its_own_tables():
     config = kvjax.load("testbed").config
+    full = kvjax.planned_bytes("full", config, 512, dtype="bfloat16").held["device"]
     for method in ("matryoshka", "cskv", "merged_heads"):
         assert kvjax.planned_bytes(method, config, 512, dtype="bfloat16").held["device"] < full

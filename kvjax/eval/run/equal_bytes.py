@@ -1,7 +1,7 @@
 """Methods at equal bytes: each one's size is chosen so that its cache takes a given share of the full cache's.
 
-Bytes are those of a bfloat16 cache, whatever the model computes in: caches are held in 16 bits in practice, and beside a
-float32 cache every quantizer would look twice as good.
+Bytes are those of a bfloat16 cache, whatever the model computes in: caches are held in 16 bits in practice, and beside
+a float32 cache every quantizer would look twice as good.
 """
 
 from __future__ import annotations
