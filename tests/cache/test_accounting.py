@@ -1,0 +1,161 @@
+"""Bytes of caches: what tokens hold, what is reserved, and what the exact cache of the same tokens takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheBytes, KvjaxError
+from kvjax.cache.accounting import array_bytes, full_bytes
+from kvjax.core.types import KvjaxWarning
+from kvjax.run import limits
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=2, head_dim=16)
+PROMPTS = [[1 + (i * i + 3 * i) % 50 for i in range(n)] for n in (70, 41)]
+METHODS = (
+    "full",
+    "int4",
+    "kivi:bits=2,group=8,residual=16",
+    "snapkv:budget=16,window=4",
+    "snapkv:budget=16,window=4 + kvcrush:share=0.5 + kivi:bits=4,group=8,residual=8",
+    "pyramidkv:budget=24,window=4",
+    "h2o:heavy=8,recent=8",
+    "quest:budget=16,page=4,device_layers=1 + offload",
+    "specache:bits=2,group=8,topk=4,residual=8",
+    "kcache:n=8",
+    "kvquant:bits=4,every=8",
+)
+PLANNED_AS_AN_UPPER_BOUND = ("snapkv:budget=16,window=4 + adakv:page=4", "cake:budget=24,window=8", "zipvl:every=8")
+
+
+def bytes_after(prompts, method: str, capacity: int, model=MODEL) -> CacheBytes:
+    return kvjax.state_bytes(kvjax.prefill(model, prompts, method, capacity=capacity)[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_bytes_do_not_depend_on_the_room_and_are_the_planned_ones(method):
+    tight, roomy = (bytes_after(PROMPTS[:1], method, capacity) for capacity in (70, 200))
+    assert tight.held == roomy.held
+    if not kvjax.parse(method).traits.constant:
+        assert sum(roomy.reserved.values()) > sum(tight.reserved.values())
+    for found, capacity in ((tight, 128), (roomy, 256)):
+        planned = kvjax.planned_bytes(method, MODEL, 70, capacity=capacity)
+        assert planned == found
+
+
+@pytest.mark.parametrize("method", PLANNED_AS_AN_UPPER_BOUND)
+@pytest.mark.parametrize("length", [70, 41])
+def test_a_plan_is_never_below_what_is_held(method, length):
+    found = bytes_after([PROMPTS[0][:length]], method, 128)
+    planned = kvjax.planned_bytes(method, MODEL, length, capacity=128)
+    for kind in ("device", "pinned_host"):
+        assert planned.held[kind] >= found.held[kind]
+        assert planned.total[kind] >= found.total[kind]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *PLANNED_AS_AN_UPPER_BOUND])
+def test_each_sequence_counts_as_if_it_were_alone(method):
+    together = bytes_after(PROMPTS, method, 128)
+    first, second = (bytes_after([prompt], method, 128) for prompt in PROMPTS)
+    assert together.held == (first + second).held and together.full == first.full + second.full
+    assert together.total == array_bytes(kvjax.prefill(MODEL, PROMPTS, method, capacity=128)[1])
+
+
+def test_the_exact_cache_by_hand():
+    c = MODEL.config
+    for model, itemsize in ((MODEL, 4), (kvjax.random_model(MODEL.config, dtype="bfloat16"), 2)):
+        found = bytes_after(PROMPTS, "full", 128, model)
+        tokens = sum(map(len, PROMPTS))
+        keys_and_values = c.layers * tokens * 2 * c.kv_heads * c.head_dim * itemsize
+        positions, lengths = c.layers * tokens * 4, c.layers * 2 * 4 + 2 * 4
+        assert found.held == {"device": keys_and_values + positions + lengths, "pinned_host": 0}
+        assert found.full == full_bytes(c, [70, 41], found.dtype) == found.held["device"]
+        assert found.fraction_of_full == 1 and found.dtype == model.dtype.name
+        assert found.reserved["device"] == c.layers * (2 * 128 - tokens) * (2 * c.kv_heads * c.head_dim * itemsize + 4)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv:budget=16,window=4", "h2o:heavy=8,recent=8"])
+def test_decoded_tokens_are_held_and_no_longer_reserved(method):
+    _, cache = kvjax.prefill(MODEL, PROMPTS[:1], method, capacity=128)
+    _, after = kvjax.extend(MODEL, [[5, 6, 7]], cache)
+    before, now = kvjax.state_bytes(cache), kvjax.state_bytes(after)
+    assert before.total == now.total
+    c = MODEL.config
+    heads = 1 if method == "full" else c.kv_heads  # which choose their tokens each for itself
+    a_token = c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4 * heads)
+    grown = now.held["device"] - before.held["device"]
+    assert grown == (0 if kvjax.parse(method).traits.constant else 3 * a_token)
+    assert now.full - before.full == 3 * c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4)
+
+
+def test_a_prefix_that_sequences_share_is_held_once():
+    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).share([[1, 2, 3]] * 4, room=8)
+    found = shared.bytes
+    alone = bytes_after(PROMPTS[:1], "full", 128)
+    assert found.full == full_bytes(MODEL.config, [73] * 4, "float32")
+    assert alone.held["device"] < found.held["device"] < 0.4 * found.full
+
+
+def test_bytes_say_what_is_held_first_and_add_up():
+    found = bytes_after(PROMPTS[:1], "kcache:n=8", 128)
+    held, host = found.held["device"], found.held["pinned_host"]
+    assert str(found).startswith(f"{held:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)")
+    assert f" and {host:,} on the host ({found.host_fraction_of_full:.1%}), " in str(found)
+    assert str(found).endswith(f"{sum(found.reserved.values()):,} reserved")
+    assert found.to_json()["fraction_of_full"] == held / found.full
+    double = found + found
+    assert double.per_sequence(2) == found and double.fraction_of_full == found.fraction_of_full
+
+
+def test_a_configuration_alone_is_asked_for_its_dtype():
+    with pytest.raises(KvjaxError, match="say in which dtype keys and values are held, as in dtype='bfloat16'"):
+        kvjax.planned_bytes("full", MODEL.config, 9)
+    half = kvjax.planned_bytes("full", MODEL.config, 9, dtype="bfloat16")
+    assert half.dtype == "bfloat16" and half == kvjax.planned_bytes("full", MODEL, 9, dtype="bfloat16")
+    assert half.full < kvjax.planned_bytes("full", MODEL, 9).full
+
+
+def test_a_cache_that_was_used_up_has_no_bytes():
+    context = kvjax.read(MODEL, PROMPTS[:1], "full")
+    context.start(max_new_tokens=4, use_up=True).finish(4)
+    with pytest.raises(KvjaxError, match="used up"):
+        kvjax.state_bytes(context.cache)
+
+
+def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
+    monkeypatch.setattr(limits, "_TOLD", set())
+    short = [[1, 2, 3]]
+    with pytest.warns(
+        KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"
+    ) as told:
+        kvjax.generate(MODEL, short, "snapkv:budget=256", max_new_tokens=2)
+    assert len(told) == 1 and "\n" not in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvjax.read(MODEL, short, "snapkv:budget=256")  # it has been said
+        kvjax.read(MODEL, short, "full")
+        kvjax.read(MODEL, short, "offload")  # saves on the device
+        kvjax.read(MODEL, PROMPTS[:1], "snapkv:budget=16,window=4 + int4")
+
+
+def test_a_layer_that_does_not_tell_counts_all_its_arrays_as_held():
+    @dataclasses.dataclass(frozen=True)
+    class Silent:
+        inner: object
+
+        def __getattr__(self, name):
+            if name == "empty_bytes":
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+
+    _, cache = kvjax.prefill(MODEL, PROMPTS[:1], "full", capacity=128)
+    silent = dataclasses.replace(cache, plan=tuple(map(Silent, cache.plan)))
+    found = kvjax.state_bytes(silent)
+    assert found.held == array_bytes(cache) and not any(found.reserved.values())
+    assert np.isclose(found.held["device"], sum(x.nbytes for x in jax.tree.leaves(cache)))
