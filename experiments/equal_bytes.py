@@ -37,6 +37,7 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.models.config import Config
 from kvjax.run.planned import planned_bytes
 
 FAMILIES = Path(__file__).with_suffix(".toml")
@@ -166,6 +167,7 @@ def _score(record: Mapping[str, Any]) -> float:
 
 def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """The document that the page is made of."""
+    measured = [method for methods in by_family(every).values() for method in methods]
     return {
         "model": args.model,
         "length": args.length,
@@ -176,9 +178,16 @@ def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args:
         "full_bytes": planned_bytes(FULL, model.config, args.length, dtype=DTYPE).held["device"],
         "machine": machine(),
         "points": [dataclasses.asdict(point) for point in every],
+        "bfloat16": {method: bfloat16_fractions(model.config, method, args.length) for method in measured},
         "scores": scores(list(by_family(every)), args),
         "failed": dict(wrong),
     }
+
+
+def bfloat16_fractions(config: Config, method: str, length: int) -> tuple[float, float]:
+    """What a method holds on the device and on the host, of the exact cache's bytes, both in bfloat16."""
+    planned = planned_bytes(method, config, length, dtype=DTYPE)
+    return planned.fraction_of_full, planned.host_fraction_of_full
 
 
 def by_family(every: Sequence[Point]) -> dict[str, list[str]]:

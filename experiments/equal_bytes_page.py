@@ -54,6 +54,15 @@ class Result:
         """Those with a method that was measured, in the order of the settings."""
         return list(dict.fromkeys(p["family"] for p in self.points()))
 
+    @property
+    def dtype(self) -> str:
+        """In which the shares' bytes are counted; documents of before November 2026 do not say so."""
+        return self.document.get("bytes_in", "float32")
+
+    def bfloat16(self, method: str) -> tuple[float, float]:
+        """What a method holds on the device and on the host, of the exact cache's bytes, both in bfloat16."""
+        return tuple(self.document["bfloat16"][method])
+
     def points(self, family: str | None = None, share: str | None = None) -> list[Mapping[str, Any]]:
         """Those of a family, a share, or both, that fit and were measured."""
         kept = [p for p in self.document["points"] if p["method"] in self.document["scores"]]
@@ -124,18 +133,20 @@ def _best(result: Result, task: str, points: Sequence[Mapping[str, Any]]) -> str
 def share_table(result: Result, share: str) -> str:
     """All methods at a share, family by family."""
     tasks = result.document["tasks"]
-    heads = ["method", "device", "host", *(TITLES[t] for t in tasks)]
+    own = [] if result.dtype == "bfloat16" else [f"device, {result.dtype}"]
+    heads = ["method", "device, bfloat16", "host, bfloat16", *own, *(TITLES[t] for t in tasks)]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
-    lines.append(_line(result, FULL, result.document["full_bytes"], 0))
+    lines.append(_line(result, FULL, result.document["full_bytes"]))
     for family in result.families:
         points = result.points(family, share)
         lines += [f"| *{family}* |" + " |" * (len(heads) - 1)] if points else []
-        lines += [_line(result, p["method"], p["device_bytes"], p["host_bytes"]) for p in points]
+        lines += [_line(result, p["method"], p["device_bytes"]) for p in points]
     return "\n".join(lines)
 
 
-def _line(result: Result, method: str, device: int, host: int) -> str:
-    sizes = (f"{size / result.document['full_bytes']:.1%}" for size in (device, host))
+def _line(result: Result, method: str, device: int) -> str:
+    own = [] if result.dtype == "bfloat16" else [device / result.document["full_bytes"]]
+    sizes = (f"{fraction:.1%}" for fraction in (*result.bfloat16(method), *own))
     cells = (shown(task, *result.score(method, task)) for task in result.document["tasks"])
     return f"| `{method}` | {' | '.join((*sizes, *cells))} |"
 
@@ -198,7 +209,7 @@ def draw(result: Result, path: Path) -> None:
             ax.yaxis.set_minor_locator(NullLocator())
             ax.yaxis.set_major_formatter("{x:g}")
             ax.invert_yaxis()
-    figure.supxlabel("share of the full cache's bytes that the device holds")
+    figure.supxlabel(f"share of the exact cache's bytes that the device holds, both in {result.dtype} (logarithmic)")
     figure.savefig(path, dpi=110)
 
 
@@ -256,10 +267,11 @@ Written by `python -m experiments.equal_bytes_page` from what `python -m experim
 `{document["model"]}`: contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds
 ({counts};
 the windows of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit
-the share of the full cache's; several settings of one method are alternatives. Questions come after the context was
+the share of the full cache's, both in {result.dtype}; several settings of one method are alternatives. The columns
+*bfloat16* say what the same settings take of the exact cache where both are held in bfloat16, as caches are in
+practice. The model computed in {document.get("computed_in", "float32")}. Questions come after the context was
 compressed, except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is
-bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of
-paired differences.
+bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of paired differences.
 {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
 {shows}
 ## Which family where

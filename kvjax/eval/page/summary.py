@@ -121,7 +121,7 @@ def _row(key: tuple, cases: Sequence[Record], best: Mapping, speeds: Sequence[Re
         size, _ = mean_error(r.get("bytes", {}).get(kind) for r in cases)
         row[name] = None if size is None else size / 1024
         fraction, _ = mean_error(r.get("bfloat16_fraction", {}).get(kind) for r in cases)
-        row[name.replace("kib", "percent")] = None if fraction is None else 100 * fraction
+        row[name.replace("kib", "percent")] = None if fraction is None else round(100 * fraction, 3)
     row["dtype"] = next((r["dtype"] for r in cases if "dtype" in r), None)
     room, _ = mean_error(sum(r["room"].values()) for r in cases if "room" in r)
     row["room_kib"] = None if room is None else room / 1024
