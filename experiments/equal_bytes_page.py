@@ -271,7 +271,8 @@ the share of the full cache's, both in {result.dtype}; several settings of one m
 *bfloat16* say what the same settings take of the exact cache where both are held in bfloat16, as caches are in
 practice. The model computed in {document.get("computed_in", "float32")}. Questions come after the context was
 compressed, except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is
-bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of paired differences.
+bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of
+paired differences.
 {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
 {shows}
 ## Which family where
