@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | explore | models | methods | calibrate | eval | report."""
+"""The command line: kvjax demo | generate | explore | models | methods | check | calibrate | eval | report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _warn
             for source in getattr(args, "load", ()):
                 _load_methods(source)
-            args.run(args)
+            status = args.run(args) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has enough, as in `kvjax generate .. | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
-    return 0
+    return status
 
 
 def _load_methods(source: str) -> None:
@@ -153,6 +153,15 @@ def _parser() -> argparse.ArgumentParser:
     methods.add_argument("--json", action="store_true")
     methods.set_defaults(run=_methods)
 
+    check = commands.add_parser("check", help="try a method against the rules that all methods keep")
+    check.add_argument("method", metavar="METHOD", help="for example my_method:budget=16")
+    check.add_argument("--model", default="toy", help=f"toy (default), {MODEL}")
+    check.add_argument(
+        "--length", type=_integer, default=90, help="tokens of the longest prompt (default: %(default)s)"
+    )
+    check.add_argument("--seed", type=_integer, default=0)
+    check.set_defaults(run=_check)
+
     _add_calibrate(commands.add_parser("calibrate", help="a table that a method needs, from a model and a text"))
     _add_eval(
         commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
@@ -160,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote")
     report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
     report.set_defaults(run=_report)
-    for name in ("demo", "generate", "explore", "methods", "calibrate", "eval", "report"):
+    for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "report"):
         commands.choices[name].add_argument(
             "--load",
             action="append",
@@ -342,6 +351,21 @@ def _models(args: argparse.Namespace) -> None:
     print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
     for name, model in packaged.MODELS.items():
         print(f"{name:{width}} {model.what}\n{'':{width}} {packaged.state(name)}")
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Prints the rules that a method keeps, or the first that it breaks: then the status is 1."""
+    import kvjax
+    from kvjax import testing
+
+    kvjax.parse(args.method)  # a slip is said before a model is loaded
+    model = testing.toy_model() if args.model == "toy" else kvjax.load(args.model)
+    try:
+        print(testing.check_method(args.method, model, length=args.length, seed=args.seed))
+    except testing.BrokenRule as e:
+        print(f"kvjax: {e}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _methods(args: argparse.Namespace) -> None:

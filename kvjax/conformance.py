@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,10 @@ from kvjax.cache.contract import Cache, KVMethod, LayerState
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.slot_values import uncompared
-from kvjax.core import arguments, memory
+from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.strings import method_of, name_of
+from kvjax.methods.catalogue import load_all
+from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
 from kvjax.run.calls import extend, logits, prefill
 from kvjax.run.generate import generate
@@ -61,38 +64,32 @@ class _Tried:
         return found
 
 
-def check_method(method: str | KVMethod, model: Model, *, length: int = 90, seed: int = 0) -> None:
-    """Tries a method on random prompts of a small model, and raises KvjaxError with the first rule that it breaks.
+class _Broken(NamedTuple):
+    """What breaks a rule, and how that is usually mended."""
 
-    model: any, best one of two layers (`kvjax.testing.toy_model`). length: tokens of the longest prompt; it must be
-    beyond the method's budget for anything to leave. The rules: methods that compare equal are equal; scores are
-    numbers; a step keeps shapes, dtypes and places; a head holds each token once, no token from beyond the text, the
-    newest one always, and all of them where the method's traits say that it evicts none; a codec gives the rows that
-    it decodes, and what it holds is like the keys and values of the tokens at those positions; a row does not depend on
-    its neighbours, nor on padding, nor on how many tokens others are fed; logits are finite, and those of the full
-    cache where the traits say so; bytes are the planned ones; every decode loop makes the same tokens (of a model in
-    float32: rounding in 16 bits may tell two apart).
+    what: str
+    mend: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """A rule that every method keeps: its short name, what it says, how a breach is mended, and what finds one.
+
+    `find` returns an empty text where the rule is kept, what breaks it, or that with a mend of its own.
     """
-    method = method_of(method)
-    arguments.integer("length", length, 3)
-    rng = np.random.default_rng(arguments.integer("seed", seed, 0))
 
-    def ids(count: int) -> list[int]:
-        """Different ones while there are any: scores of a token that comes twice tie but for rounding."""
-        rounds = -(-count // model.config.vocab_size)
-        return np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)])[:count].tolist()
+    name: str
+    says: str
+    mend: str
+    find: Callable[[_Tried], str | _Broken]
 
-    lengths = (length, 1, 2 * length // 3)
-    texts = [ids(n + STEPS) for n in lengths]
-    tried = _Tried(model, method, [text[:-STEPS] for text in texts], [text[-STEPS:] for text in texts])
-    if method.traits.evicts and not _any_left(tried):
-        raise KvjaxError(
-            f"{name_of(method)} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
-            "leaves; check it with a greater `length`, or a smaller budget"
-        )
-    for rule in (_fields, _scores, _types, _numbers, _tokens, _codecs, _likeness, _rows, _exact, _bytes, _loops):
-        if broken := rule(tried):
-            raise KvjaxError(f"{name_of(method)} breaks a rule of methods: {broken}")
+
+class BrokenRule(KvjaxError):
+    """A method breaks a rule of methods; `rule` is its short name."""
+
+    def __init__(self, message: str, rule: str):
+        super().__init__(message)
+        self.rule = rule
 
 
 def _any_left(tried: _Tried) -> bool:
@@ -137,32 +134,50 @@ def _numbers(tried: _Tried) -> str:
     return ""
 
 
-def _tokens(tried: _Tried) -> str:
+def _tokens(tried: _Tried) -> str | _Broken:
     for t, (_, cache) in enumerate(tried.walk):
         for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
             for row, heads in enumerate(np.asarray(layer.positions(state))):
                 if wrong := _wrong(tried.method, heads, len(tried.prompts[row]) + t, bool(t)):
                     when = f"after step {t}" if t else "after the prompt"
-                    return f"in layer {i}, row {row}, {when}, {wrong}"
+                    return wrong._replace(what=f"in layer {i}, row {row}, {when}, {wrong.what}")
     return ""
 
 
-def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> str:
+def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> _Broken | None:
     """What is the matter with the positions [1|K S] of what heads hold, slot by slot, of a text of so many tokens."""
     for head, positions in enumerate(heads):
         real = positions[positions >= 0]
         if positions.min(initial=-1) < -1 or positions.max(initial=-1) >= length:
-            return f"head {head} says that it holds position {positions.max()} of a text of {length} tokens"
+            return _Broken(
+                f"head {head} says that it holds position {positions.max()} of a text of {length} tokens",
+                "Take positions from `block.pos` (or `state.pos`) and do not count anew; an empty slot has -1.",
+            )
         values, counts = np.unique(real, return_counts=True)
         if (counts > 1).any():
-            return f"head {head} holds position {values[counts > 1][0]} {counts.max()} times, which counts it as often"
+            return _Broken(
+                f"head {head} holds position {values[counts > 1][0]} {counts.max()} times, which counts it as often",
+                "Usual cause: a token that is chosen twice, as one of the window and by its score: take the window out "
+                "of what is scored, or give it an infinite score.",
+            )
         if not method.traits.evicts and len(real) < length:
-            return f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False"
+            return _Broken(
+                f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False",
+                "Set `evicts=True` in the method's traits, or keep every token.",
+            )
         if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
-            return f"head {head} has no empty slot for the next token: the policy must let one go"
+            return _Broken(
+                f"head {head} has no empty slot for the next token: the policy must let one go",
+                "In `after`, give one slot of each full head the position -1: "
+                "`jnp.where(full & (state.pos == oldest), -1, state.pos)`.",
+            )
         if decoded and length - 1 not in positions:
-            return f"head {head} does not hold the newest token"
-    return ""
+            return _Broken(
+                f"head {head} does not hold the newest token",
+                "Usual cause: the newest token competes with the others before it was ever read: never let the slot "
+                "with the greatest position go.",
+            )
+    return None
 
 
 def _codecs(tried: _Tried) -> str:
@@ -231,7 +246,7 @@ def _unlike(tried: _Tried, pos: np.ndarray, held: Array, true: Array) -> str:
     return ""
 
 
-def _rows(tried: _Tried) -> str:
+def _rows(tried: _Tried) -> str | _Broken:
     for row in range(3):
         alone = [(None, tried.read([row]))]
         for t in range(STEPS):
@@ -242,7 +257,11 @@ def _rows(tried: _Tried) -> str:
         fed = [tried.following[i][: FED[i]] for i in range(3)]
         some = _fed(tried, [0, 1, 2], tried.walk[0][1], fed)
         if wrong := _differs(tried, row, _fed(tried, [row], alone[0][1], [fed[row]]), some, FED[row] - 1):
-            return f"{wrong} when it is fed alone than beside rows that are fed {sorted(set(FED))} tokens"
+            return _Broken(
+                f"{wrong} when it is fed alone than beside rows that are fed {sorted(set(FED))} tokens",
+                "Usual cause: rows that get no token in a step are changed nevertheless: where `q_pos` is -1, keep "
+                "what there was, as in `jnp.where(q_pos >= 0, new, old)`.",
+            )
     return ""
 
 
@@ -303,4 +322,175 @@ def _loops(tried: _Tried) -> str:
     wanted, found = tokens("while"), tokens("layers")
     if wanted != found:
         return f"a compiled loop makes the tokens {wanted}, and step after step {found}: something is kept outside"
+    return ""
+
+
+RULES = (
+    _Rule(
+        "fields",
+        "methods that compare equal are equal",
+        "Take `compare=False` off that field, or the field out of the dataclass.",
+        _fields,
+    ),
+    _Rule(
+        "scores",
+        "scores are numbers",
+        "Usual cause: a division by zero, or a logarithm of it, at empty slots: mask them before, as in "
+        "`jnp.where(block.pos >= 0, x, 1)`.",
+        _scores,
+    ),
+    _Rule(
+        "shapes",
+        "a step keeps shapes, dtypes and memory kinds of the state",
+        "Usual cause: a step that concatenates or lets a dtype widen: write into slots (`x.at[...].set(...)`) and cast "
+        "the result (`.astype(x.dtype)`).",
+        _types,
+    ),
+    _Rule(
+        "finite",
+        "logits are finite",
+        "Usual cause: a scale of zero that is divided by, or empty slots that are read: `jnp.maximum(scale, 1e-6)`, "
+        "and mask empty slots: `block.pos >= 0`.",
+        _numbers,
+    ),
+    _Rule(
+        "positions",
+        "a head holds tokens of the text, each once, and the newest one",
+        "",  # each of its findings has its own
+        _tokens,
+    ),
+    _Rule(
+        "codecs",
+        "a codec gives the rows that it decodes",
+        "`decode(stored)` gives floats [B K S H] of all slots, and `rows(stored, idx)` the same numbers at the slots "
+        "`idx` [B K n]: `jnp.take_along_axis(self.decode(stored), idx[..., None], 2)`.",
+        _codecs,
+    ),
+    _Rule(
+        "contents",
+        "what is held is like the keys and values of the tokens at these positions",
+        "Usual cause: rows and positions that are moved differently, or a `write` that drops what is new: gather "
+        "keys, values and positions by the same indices, and return the updated arrays.",
+        _likeness,
+    ),
+    _Rule(
+        "independence",
+        "a sequence does not depend on its neighbours, on padding, or on how many tokens these are fed",
+        "Usual cause: something is computed over the whole batch or over padding: mask empty slots "
+        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0.",
+        _rows,
+    ),
+    _Rule(
+        "exact",
+        "logits are those of the full cache where `traits.exact` says so",
+        "Set `exact=False` in the method's traits unless it holds and reads every token unchanged.",
+        _exact,
+    ),
+    _Rule(
+        "bytes",
+        "bytes are the planned ones",
+        "Usual cause: arrays whose sizes follow from something other than the layer's `slots(prompt, room)` and its "
+        "`LayerSpec`; where they grow with the room, set `constant=False` in the traits.",
+        _bytes,
+    ),
+    _Rule(
+        "loops",
+        "every decode loop makes the same tokens",
+        "Usual cause: a number that changes and lies outside the state, such as an attribute, a global or a counter in "
+        "Python: keep it in an array of the state.",
+        _loops,
+    ),
+)
+"""The rules in the order in which they are tried: a later one may rely on the earlier ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleReport:
+    """A rule that was tried and kept: its short name, what it says, and the seconds that it took."""
+
+    name: str
+    says: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckReport:
+    """What `check_method` tried: prints as a small table."""
+
+    method: str
+    rules: tuple[RuleReport, ...]
+    seconds: float  # of everything, with the reading of the prompts
+
+    def __repr__(self) -> str:
+        return f"{self.method} keeps all {len(self.rules)} rules of methods ({self.seconds:.1f} s)"
+
+    def __str__(self) -> str:
+        width = max(len(rule.name) for rule in self.rules)
+        lines = [f"  {rule.name:{width}}  {rule.seconds:5.1f} s  {rule.says}" for rule in self.rules]
+        return "\n".join([repr(self), *lines])
+
+    def _repr_html_(self) -> str:
+        rows = [(rule.name, rule.says, rule.seconds) for rule in self.rules]
+        return shown.table(repr(self), ("rule", "what it says", "seconds"), rows)
+
+
+def check_method(
+    method: str | KVMethod, model: Model, *, length: int = 90, seed: int = 0, progress: bool | None = None
+) -> CheckReport:
+    """Tries a method on random prompts of a small model against the rules that all methods keep.
+
+    What breaks them gives wrong answers without a word. `print` of the result lists the rules.
+
+    Args:
+      method: a value, or its string.
+      model: any, best one of two layers (`kvjax.testing.toy_model`); one in float32 for the rule `loops`, since
+        rounding in 16 bits may tell two sound loops apart.
+      length: tokens of the longest prompt; it must be beyond the method's budget for anything to leave.
+      seed: of the prompts.
+      progress: whether a line says which rule is being tried; by default on a terminal and in a notebook.
+
+    Returns:
+      The rules, each with what it says and the seconds that it took.
+
+    Raises:
+      BrokenRule: a KvjaxError that names the first rule that the method breaks, and the usual cause.
+      KvjaxError: nothing can be said, since the method keeps all tokens of these prompts.
+    """
+    method = method_of(method)
+    arguments.integer("length", length, 3)
+    rng = np.random.default_rng(arguments.integer("seed", seed, 0))
+
+    def ids(count: int) -> list[int]:
+        """Different ones while there are any: scores of a token that comes twice tie but for rounding."""
+        rounds = -(-count // model.config.vocab_size)
+        return np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)])[:count].tolist()
+
+    lengths = (length, 1, 2 * length // 3)
+    texts = [ids(n + STEPS) for n in lengths]
+    tried = _Tried(model, method, [text[:-STEPS] for text in texts], [text[-STEPS:] for text in texts])
+    name, began, kept = name_of(method), time.perf_counter(), []
+    with shown.StatusLine(progress) as status:
+        status.say(f"{name}: reading prompts of {', '.join(map(str, lengths))} tokens")
+        if method.traits.evicts and not _any_left(tried):
+            raise KvjaxError(
+                f"{name} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
+                f"leaves; check it with a greater `length`, or a smaller budget{_smaller(name, length)}"
+            )
+        for i, rule in enumerate(RULES):
+            status.say(f"{name}: rule {i + 1} of {len(RULES)}, {rule.name}: {rule.says}")
+            start = time.perf_counter()
+            if broken := rule.find(tried):
+                what, mend = broken if isinstance(broken, _Broken) else (broken, rule.mend)
+                raise BrokenRule(f"{name} breaks a rule of methods: {rule.name}: {what}. {mend}", rule.name)
+            kept.append(RuleReport(rule.name, rule.says, time.perf_counter() - start))
+    return CheckReport(name, tuple(kept), time.perf_counter() - began)
+
+
+def _smaller(name: str, length: int) -> str:
+    """An example of a smaller budget for a method that a string makes."""
+    parts = list(parts_of(name))
+    for i, part in enumerate(parts):
+        if sizes := [size for size in load_all()[part.name].sizes if isinstance(part.values.get(size), int)]:
+            given = parts_given(name)[i].values | dict.fromkeys(sizes, max(length // 3 // len(sizes), 1))
+            return f", such as {joined([*parts_given(name)[:i], Part(part.name, given), *parts_given(name)[i + 1 :]])}"
     return ""

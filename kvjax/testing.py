@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 
-from kvjax.conformance import check_method
+from kvjax.conformance import BrokenRule, CheckReport, RuleReport, check_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model, random_model
 
-__all__ = ["check_method", "dense_attention", "full_copies", "toy_model"]
+__all__ = ["BrokenRule", "CheckReport", "RuleReport", "check_method", "dense_attention", "full_copies", "toy_model"]
 
 
 def toy_model(seed: int = 0, **changes) -> Model:

@@ -14,7 +14,7 @@ from kvjax.cache.contract import Traits
 from kvjax.core import memory
 from kvjax.core.types import Block
 from kvjax.parts import Codec, Method, Policy, Scorer, by_tokens, selecting
-from kvjax.testing import check_method, toy_model
+from kvjax.testing import BrokenRule, check_method, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
 
@@ -247,10 +247,51 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize(("method", "says"), FAULTY.values(), ids=FAULTY.keys())
-def test_a_rule_that_is_broken_is_named(method, says, model):
-    with pytest.raises(KvjaxError, match="breaks a rule of methods: .*" + says):
+MENDS = {
+    "a field that is not compared": ("fields", "Take `compare=False` off"),
+    "a score that is no number": ("scores", "at empty slots: mask them"),
+    "a state that grows": ("shapes", "write into slots"),
+    "no numbers": ("finite", "mask empty slots: `block.pos >= 0`"),
+    "one token twice": ("positions", "take the window out of what is scored"),
+    "nothing leaves": ("positions", "In `after`, give one slot of each full head the position -1"),
+    "the newest of one head": ("positions", "never let the slot with the greatest position go"),
+    "positions of the future": ("positions", "Take positions from `block.pos`"),
+    "tokens that are lost": ("positions", "Set `evicts=True`"),
+    "rows of other tokens": ("codecs", "jnp.take_along_axis"),
+    "nothing is written": ("contents", "a `write` that drops what is new"),
+    "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
+    "other logits": ("exact", "Set `exact=False`"),
+    "bytes that grow": ("bytes", "set `constant=False`"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
+    method, says = FAULTY[fault]
+    with pytest.raises(BrokenRule, match="breaks a rule of methods: .*" + says) as error:
         check(method, model)
+    rule, mend = MENDS.get(fault, (error.value.rule, ""))
+    assert error.value.rule == rule and f"breaks a rule of methods: {rule}: " in str(error.value)
+    assert mend in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
+    report = check_method(Method(select=selecting(Norms(), 6)), model, length=20)
+    assert capsys.readouterr() == ("", "")  # quiet where nobody watches
+    assert [rule.name for rule in report.rules] == [rule.name for rule in conformance.RULES]
+    assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
+    lines = str(report).splitlines()
+    assert lines[0] == repr(report) and len(lines) == 1 + len(report.rules)
+    assert all(rule.name in line and rule.says in line for rule, line in zip(report.rules, lines[1:], strict=True))
+    assert "<td" in report._repr_html_() and "independence" in report._repr_html_()
+
+
+def test_it_shows_the_rule_that_it_is_at(model, capsys):
+    check_method("full", model, length=20, progress=True)
+    told = capsys.readouterr().err
+    assert "full: reading prompts of 20, 1, 13 tokens" in told
+    assert all(f"of {len(conformance.RULES)}, {rule.name}" in told for rule in conformance.RULES)
+    assert told.endswith("\r")  # and takes it away
 
 
 def test_loops_that_differ_are_named(model, monkeypatch):
@@ -265,5 +306,7 @@ def test_loops_that_differ_are_named(model, monkeypatch):
 def test_what_says_nothing_is_an_error(model):
     with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*greater `length`"):
         check("streaming_llm:recent=100", model)
+    with pytest.raises(KvjaxError, match="or a smaller budget, such as snapkv:budget=6,window=2 . int4$"):
+        check("snapkv:budget=256,window=2 + int4", model)
     with pytest.raises(KvjaxError, match="length must be an integer from 3"):
         check_method("full", model, length=1)

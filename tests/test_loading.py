@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax import KvjaxError, cli
+from kvjax import KvjaxError, cli, testing
 from kvjax.core.types import KvjaxWarning
 from kvjax.eval.page import paired
 from kvjax.eval.run import store
@@ -186,10 +187,25 @@ def test_every_command_loads(tmp_path, capsys):
     assert known["value_norm"]["family"] == known["second"]["family"] == "your own"
     generate = ["generate", "--load", "mine.py", "--prompt", "def main", "--max-new-tokens", "1"]
     assert cli.main([*generate, "--method", "value_norm:budget=8 + kivi:bits=4"]) == 0
-    for command in ("demo", "eval", "explore", "calibrate", "report"):
+    for command in ("demo", "eval", "explore", "calibrate", "report", "check"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         assert "--load FILE" in capsys.readouterr().out
+
+
+CHECKED = ["check", "--load", "mine.py", "value_norm:budget=8", "--length", "20"]
+
+
+def test_a_method_is_checked_on_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(testing, "toy_model", functools.partial(toy_model, layers=1))
+    path = write(tmp_path / "mine.py")
+    assert cli.main(CHECKED) == 0
+    assert "value_norm:budget=8 keeps all" in capsys.readouterr().out
+    write(path, VALUE_NORM.replace("axis=-1)", "axis=-1).mean(0)[None] + 0 * block.v[..., 0]"))
+    assert cli.main(CHECKED) == 1
+    said = capsys.readouterr().err
+    assert "breaks a rule of methods: independence: " in said and len(said.splitlines()) == 1
+    assert cli.main(["check", "--load", "mine.py", "value_norm:bugdet=8"]) == 2
 
 
 EVAL = ["eval", "--tasks", "niah", "--lengths", "64", "--contexts", "1", "--depths", "1", "--no-speed", "--out", "run"]
