@@ -54,11 +54,14 @@ class StatusLine:
         if self._plain:
             print("\r" + text.ljust(self._written), end="", file=sys.stderr, flush=True)
             self._written = len(text)
-        elif self._status is None:
-            self._status = self._console.status(text.replace("[", r"\["))
+            return
+        from rich.text import Text  # as it is, whatever brackets it has
+
+        if self._status is None:
+            self._status = self._console.status(Text(text))
             self._status.start()
         else:
-            self._status.update(text.replace("[", r"\["))
+            self._status.update(Text(text))
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
