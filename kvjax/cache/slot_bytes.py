@@ -19,13 +19,14 @@ MOST_KNOWN = 65_536
 _KNOWN: dict[Any, dict[str, int]] = {}
 
 
-def slot_bytes(layer: Any, slots: int, dtype: str) -> dict[str, int]:
-    """Bytes of what codecs and reader of a `MethodLayer` keep of one sequence that fills so many slots.
+def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
+    """Bytes of what codecs and reader of a `MethodLayer` keep of one sequence with so many slots.
 
     Args:
       layer: a bound layer.
-      slots: tokens in the slots, at least 1.
+      slots: of the sequence, at least 1.
       dtype: of the model's keys and values.
+      filled: whether only what counts that tokens in all of these slots fill; otherwise all arrays.
 
     Returns:
       Bytes by memory kind, of one sequence and all its heads.
@@ -34,7 +35,10 @@ def slot_bytes(layer: Any, slots: int, dtype: str) -> dict[str, int]:
     def keep(block: Block, queries: Obs) -> Any:
         # A prompt that is fed through the method is stored before any query has been seen.
         observes = layer.needs.observes and not layer.needs.chunk
-        return layer.stored(block, queries if observes else None)
+        k, v, aux = layer.stored(block, queries if observes else None)
+        if not filled:
+            return k, v, aux
+        return layer.k.filled(k, slots), layer.v.filled(v, slots), layer.method.read.filled(aux, slots)
 
     def trace() -> Any:
         spec, wanted = layer.spec, layer.needs.queries
@@ -44,7 +48,7 @@ def slot_bytes(layer: Any, slots: int, dtype: str) -> dict[str, int]:
         block = Block(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
         return jax.make_jaxpr(keep)(block, Obs(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
 
-    return remembered(("slots", unnumbered(layer), slots, dtype), trace)
+    return remembered((unnumbered(layer), slots, dtype, filled), trace)
 
 
 def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:

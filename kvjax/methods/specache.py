@@ -80,6 +80,9 @@ class Speculative(Reader):
     def write(self, aux: Copy, fresh: Block, at: Array, spec: LayerSpec) -> Copy:
         return dataclasses.replace(aux, k=self.k.write(aux.k, fresh.k, at), v=self.v.write(aux.v, fresh.v, at))
 
+    def filled(self, aux: Copy, num_tokens: int) -> Any:
+        return self.k.filled(aux.k, num_tokens), self.v.filled(aux.v, num_tokens), aux.rows
+
     def read(
         self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
     ) -> Reading:

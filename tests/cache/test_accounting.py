@@ -159,3 +159,14 @@ def test_a_layer_that_does_not_tell_counts_all_its_arrays_as_held():
     found = kvjax.state_bytes(silent)
     assert found.held == array_bytes(cache) and not any(found.reserved.values())
     assert np.isclose(found.held["device"], sum(x.nbytes for x in jax.tree.leaves(cache)))
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=2", "saq", "specache:bits=2,speculative=false"])
+def test_a_window_that_is_not_full_holds_its_tokens_and_reserves_the_rest(method):
+    model = toy_model(layers=2, head_dim=32)
+    short = bytes_after(PROMPTS[:1], method, 128, model)
+    assert 1 <= short.fraction_of_full < 1.05
+    long = kvjax.planned_bytes(method, model, 1024)
+    windows = kvjax.planned_bytes("full", model, 256).full  # of keys and values, 128 tokens each at most
+    codes = 1024 * 2 * model.config.kv_heads * 32 // 4 * model.config.layers  # 2 bits a number
+    assert codes < long.held["device"] < long.full - windows

@@ -74,6 +74,13 @@ class Codec:
         """Of n i32[B] tokens in each row, how many of the first can never be taken back: groups hold them for good."""
         return jnp.zeros_like(n) if self.any_slot else n
 
+    def filled(self, stored: Any, num_tokens: int) -> Any:
+        """The part of `stored` that its first tokens fill, in a cache with slots for no others; for counting bytes.
+
+        A codec says it that has arrays of a size of its own, such as a window of recent tokens.
+        """
+        return stored
+
     def on_device(self) -> Codec:
         """The same codec without host placement."""
         return self
@@ -180,6 +187,9 @@ class Host(Around):
 
     def irrevocable(self, stored: Any, n: Array) -> Array:
         return self.inner.irrevocable(stored, n)
+
+    def filled(self, stored: Any, num_tokens: int) -> Any:
+        return self.inner.filled(stored, num_tokens)
 
     def on_device(self) -> Codec:
         return self.inner.on_device()

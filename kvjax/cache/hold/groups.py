@@ -128,6 +128,11 @@ class Kivi(Codec):
             slots,
         )
 
+    def filled(self, stored: Packed, num_tokens: int) -> Any:
+        """Without the codes where the window still holds all tokens, and without the places that none has come to."""
+        recent = stored.recent[:, :, :num_tokens]
+        return recent if num_tokens < self.places else dataclasses.replace(stored, recent=recent)
+
     def write(self, stored: Packed, x: Array, at: Array) -> Packed:
         """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         at = at[:, 0]

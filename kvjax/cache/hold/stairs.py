@@ -90,6 +90,11 @@ class Staircase(Codec):
         steps = [*(self._coded(i, block(i)) for i in range(self.last)), self._coded(self.last, grown)]
         return Stairs(block(-1), tuple(steps), settled, S)
 
+    def filled(self, stored: Stairs, num_tokens: int) -> Stairs:
+        """Without the steps that no token has come down to, and without the empty places of the newest tokens."""
+        reached = stored.steps[: num_tokens // self.every]
+        return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], steps=reached)
+
     def write(self, stored: Stairs, x: Array, at: Array) -> Stairs:
         """Takes what is due a step down, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         due = at[:, 0] - stored.settled >= self.every

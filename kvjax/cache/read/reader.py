@@ -50,6 +50,10 @@ class Reader:
         """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on; T may be 0."""
         return aux
 
+    def filled(self, aux: Any, num_tokens: int) -> Any:
+        """The part of `aux` that the first tokens fill, as in `Codec.filled`."""
+        return aux
+
     def crop(self, layer: Any, state: LayerState) -> Any:
         """What the reader keeps of a state whose last tokens have been taken back, `state.pos` says which are left."""
         if state.aux is None:
