@@ -23,7 +23,8 @@ from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.eval.page import panels
 from kvjax.eval.page.summary import mean_error
-from kvjax.eval.run import command, store
+from kvjax.eval.run import store
+from kvjax.eval.run.bars import bars
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
@@ -43,7 +44,7 @@ def evaluated(
     with contextlib.ExitStack() as stack:
         folder = args.run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         kept = stack.enter_context(store.opened(folder, what))
-        evaluate(model, methods, cases, kept, **about, progress=command.progress())
+        evaluate(model, methods, cases, kept, **about, progress=bars())
         return [r for m in methods for c in cases if (r := kept.find(m, c.task, c.key))]
 
 

@@ -84,7 +84,7 @@ def tradeoffs(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
             ax.xaxis.set_minor_locator(NullLocator())
-            ax.set_xlabel(f"{SIZE} (logarithmic)")
+            ax.set_xlabel(wrapped(f"{SIZE} (logarithmic)", 48))
             _finish(ax, measure)
 
         seen = "; ".join(f"{r['method']}: {_value(r, measure)} at {r['device_percent']:.1f}%" for r in own)

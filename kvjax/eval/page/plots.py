@@ -112,7 +112,17 @@ def _tip(tag: str) -> str:
     return f"<title>{escape(bytes.fromhex(re.search(r'point-([0-9a-f]+)', tag)[1]).decode())}</title>"
 
 
-def _png(plot: Plot, path: Path) -> Path:
+class _Picture(Figure):
+    """A figure that a notebook shows, whether or not pyplot was imported there."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png", dpi=100)
+        return out.getvalue()
+
+
+def figure(plot: Plot) -> Figure:
+    """All panels of a plot in one figure, with a legend below."""
     columns = min(len(plot.panels), 4 if plot.kind == "needle" else 3)
     lines = -(-len(plot.panels) // columns)
     width, height = (max(p.size[i] for p in plot.panels) for i in (0, 1))
@@ -120,7 +130,7 @@ def _png(plot: Plot, path: Path) -> Path:
     beside = max(1, int(size[0] // 3.2))
     with matplotlib.rc_context(RC):
         under = 0.2 * -(-len(plot.styles) // beside) + 0.2 if plot.styles else 0
-        fig = Figure(figsize=(size[0], size[1] + under), layout="constrained", facecolor="white")
+        fig = _Picture(figsize=(size[0], size[1] + under), layout="constrained", facecolor="white")
         axes = fig.subplots(lines, columns, squeeze=False).flat
         for ax, panel in zip(axes, plot.panels, strict=False):
             panel.draw(ax)
@@ -132,5 +142,11 @@ def _png(plot: Plot, path: Path) -> Path:
             fig.legend(marks, list(plot.styles), loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
         if plot.kind == "needle":
             fig.colorbar(ScalarMappable(cmap=panels.MAP), ax=fig.axes, format=panels.PERCENT, shrink=0.8)
-        fig.savefig(path, dpi=150)
+        fig.draw_without_rendering()  # now, while the settings of this page hold
+    return fig
+
+
+def _png(plot: Plot, path: Path) -> Path:
+    with matplotlib.rc_context(RC):
+        figure(plot).savefig(path, dpi=150)
     return path

@@ -11,11 +11,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvjax.core.types import KvjaxError, KvjaxWarning
 from kvjax.eval.run import equal_bytes, store
+from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
+from kvjax.eval.run.comparison import WIDTH
 from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.frame import framed
@@ -25,7 +26,6 @@ from kvjax.models.model import Model, load
 
 CSV = "summary.csv"
 INSTALL = 'pip install "kvjax[eval]"'
-WIDTH = 112  # columns that the table needs, whatever the terminal says
 
 LEAST = {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}
 """What the numbers among the arguments must at least be."""
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KvjaxWarning)  # of positions, which `_warn` has told once for all methods
-            compare(model, methods, tasks, spec, args.out, **how, progress=progress(), left_out=_say)
+            compare(model, methods, tasks, spec, args.out, **how, progress=bars(), left_out=_say)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     if (args.out / store.RUN).is_file() and (note := store.read_run(args.out).get("rebuilt")):
@@ -111,13 +111,6 @@ def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], leng
                 file=sys.stderr,
             )
     return list(dict.fromkeys(["full", *(method.method for method in found if method.method)]))
-
-
-def progress() -> Progress:
-    """Bars on stderr with the time left: of everything, and of the present method and task."""
-    left = TimeRemainingColumn(compact=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
-    return Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
 
 
 def summarise(out: Path) -> None:

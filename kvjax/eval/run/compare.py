@@ -2,51 +2,80 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress
 
 from kvjax.eval.page import summary
-from kvjax.eval.run import store
+from kvjax.eval.run import bars, store
+from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
 
+TASKS = "niah,ppl"
+QUICK = Spec(lengths=(512,), contexts=4, depths=5)
+"""What is asked by default: about a minute on two cores for two methods and the shipped model."""
+
 
 def compare(
     model: Model,
     methods: Methods,
-    tasks: str | Sequence[str],
-    spec: Spec,
-    out: str | Path,
+    tasks: str | Sequence[str] = TASKS,
+    spec: Spec = QUICK,
+    out: str | Path | None = None,
     *,
     batch: int = 8,
     seen: bool = False,
     speed: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
     rebuild: bool = False,
-) -> list[dict[str, Any]]:
-    """Asks every method all cases of the tasks -> one row per (method, task, length).
+) -> Comparison:
+    """Asks every method all cases of the tasks.
 
-    methods: values, strings, or strings separated by ";", as in `kvjax.eval.run.evaluate.evaluate`. tasks: names, or
-    a string of names separated by ",". The rows are those of `kvjax.eval.page.summary.rows`. Every answer is kept in
-    the folder `out`, where a run that was stopped goes on; what was recorded there before has its rows too, whether it
-    is asked for again or not. seen: each question ends the prompt, so that a method sees it when it compresses; speed:
-    measure it too. left_out: is told of tasks that do not fit in a length, which are then left out. rebuild: go on with
-    records whose run.json is damaged or missing. Raises KvjaxError before anything runs for a method, task or length
-    that cannot be.
+    Args:
+      model: from `kvjax.load`.
+      methods: values, strings, or strings separated by ";". `full` among them is what others are compared with.
+      tasks: names, or a string of names separated by ","; `kvjax eval --list` has them.
+      spec: lengths of the contexts, how many, and their seed.
+      out: a folder that keeps every answer, where a run that was stopped goes on; what was recorded there before has
+        its rows too, whether it is asked for again or not. By default nothing is kept.
+      batch: contexts at a time.
+      seen: each question ends the prompt, so that a method sees it when it compresses.
+      speed: measure it too.
+      progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
+        as it is.
+      left_out: is told of tasks that do not fit in a length, which are then left out.
+      rebuild: go on with records in `out` whose run.json is damaged or missing.
+
+    Returns:
+      One row per method, task and length: `print` shows the table, `.plot()` quality against bytes, `.to_dicts()` and
+      `.to_json()` the numbers.
+
+    Raises:
+      KvjaxError: before anything runs, for a method, task or length that cannot be.
+
+    Example:
+      >>> rows = kvjax.eval.compare(kvjax.load("testbed"), ["full", "snapkv:budget=64", "kivi:bits=2"])
+      >>> print(rows)
+      >>> rows.plot("comparison.png")
     """
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
+            how = {"batch": batch, "seen": seen, "speed": speed, "progress": progress, "left_out": left_out}
+            return compare(model, methods, tasks, spec, folder, **how)
     chosen = named(methods)
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
     about = {"seed": spec.seed, "batch": batch, "seen": seen}
     run = store.describe(model, **about, methods=list(chosen), tasks=tasks, lengths=spec.lengths)
     times = spec.lengths if speed else ()
+    shown = progress if isinstance(progress, Progress) else bars.fitting(progress)
     with store.opened(out, run, rebuild) as records:
-        evaluate(model, methods, cases, records, **about, speed=times, progress=progress)
-    return summary.rows(store.read(out))
+        evaluate(model, methods, cases, records, **about, speed=times, progress=shown)
+    return Comparison.of(summary.rows(store.read(out)))

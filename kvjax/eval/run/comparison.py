@@ -1,0 +1,132 @@
+"""What a comparison found: rows that print as a table, plot themselves, and become dicts and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from rich.console import Console
+
+from kvjax.core import shown
+from kvjax.core.types import KvjaxError
+from kvjax.eval.page import summary, written
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH = 112  # columns that the table needs, whatever the terminal says
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRow:
+    """One method on one task at one length; None is what was not measured.
+
+    A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. Errors are standard
+    errors over contexts.
+    """
+
+    method: str
+    task: str
+    length: int | None  # tokens of a context
+    metric: str | None
+    turns: bool  # whether the questions are a conversation
+    contexts: int
+    questions: int
+    score: float | None  # 0 to 1
+    score_error: float | None
+    first: float | None  # score of each context's first question, where there are several
+    first_error: float | None
+    later: float | None  # score of the other questions
+    later_error: float | None
+    bits: float | None  # per byte of text, for perplexity
+    bits_error: float | None
+    agreement: float | None  # fraction of tokens whose likeliest token is that of `full`
+    agreement_error: float | None
+    device_percent: float | None  # bytes held, of those of the exact cache, both in bfloat16
+    host_percent: float | None
+    device_kib: float | None  # bytes held per context, in `dtype`
+    host_kib: float | None
+    room_kib: float | None  # reserved for tokens to come, in both memories
+    dtype: str | None
+    prefill_seconds: float | None
+    tokens_per_second: float | None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in summary.FIELDS:
+            raise KeyError(name)
+        return getattr(self, name)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Sequence[EvalRow]):
+    """Rows of methods, tasks and lengths: prints as the table of `kvjax eval`."""
+
+    rows: tuple[EvalRow, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Comparison:
+        """From the rows of `kvjax.eval.page.summary.rows`."""
+        return cls(tuple(EvalRow(**row) for row in rows))
+
+    @overload
+    def __getitem__(self, index: int) -> EvalRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Comparison: ...
+    def __getitem__(self, index: int | slice) -> EvalRow | Comparison:
+        return Comparison(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[EvalRow]:
+        return iter(self.rows)
+
+    def __repr__(self) -> str:
+        console = Console(file=(text := io.StringIO()), width=max(Console().width, WIDTH), color_system=None)
+        console.print(summary.table(self.to_dicts()))
+        return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
+
+    def _repr_html_(self) -> str:
+        table = summary.table(self.to_dicts())
+        heads = [str(column.header).replace("\n", "") for column in table.columns]
+        title = "; ".join(str(part) for part in (table.title, table.caption) if part)
+        return shown.table(title, heads, zip(*(column.cells for column in table.columns), strict=True))
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Each row as a dict of all its fields, as `pandas.DataFrame` takes them."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The rows as a JSON list, also written to `path` if there is one."""
+        text = json.dumps(self.to_dicts(), indent=2) + "\n"
+        if path is not None:
+            written.write(Path(path), text)
+        return text
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Quality against bytes on the device, a panel per family of tasks; a notebook shows what is returned.
+
+        Args:
+          path: a file to write, in the format of its ending (.png, .svg, .pdf).
+
+        Returns:
+          A Matplotlib figure.
+
+        Raises:
+          KvjaxError: Matplotlib is not installed, or nothing was measured that could be drawn.
+        """
+        from kvjax.eval.page import plots  # which says so where Matplotlib is lacking
+
+        rows = self.to_dicts()
+        length, look = summary.main_length(rows), plots.styles(summary.ordered(rows, "method"))
+        drawn = tuple(plots.panels.tradeoffs(summary.at_length(rows, length), look))
+        if not drawn:
+            raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
+        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", drawn, length, look))
+        if path is not None:
+            figure.savefig(Path(path), dpi=150)
+        return figure
