@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +23,7 @@ from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import load_all
+from kvjax.methods.identity import INSTALLED
 from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
 from kvjax.run.calls import extend, logits, prefill
@@ -56,9 +60,14 @@ class _Tried:
         return np.asarray(out[:, 0], np.float32), cache
 
     @functools.cached_property
+    def beginning(self) -> Cache:
+        """The cache after all prompts."""
+        return self.read([0, 1, 2])
+
+    @functools.cached_property
     def walk(self) -> list[tuple[np.ndarray | None, Cache]]:
         """(logits, cache) after the prompts, and after each step of all rows together."""
-        found: list[tuple[np.ndarray | None, Cache]] = [(None, self.read([0, 1, 2]))]
+        found: list[tuple[np.ndarray | None, Cache]] = [(None, self.beginning)]
         for t in range(STEPS):
             found.append(self.step([0, 1, 2], found[-1][1], t))
         return found
@@ -94,8 +103,7 @@ class BrokenRule(KvjaxError):
 
 def _any_left(tried: _Tried) -> bool:
     """Whether any head has lost a token of the longest prompt."""
-    _, cache = tried.walk[0]
-    longest = [rows[0] for rows in kept_positions(cache)]
+    longest = [rows[0] for rows in kept_positions(tried.beginning)]
     return any(len(head) < len(tried.prompts[0]) for heads in longest for head in heads)
 
 
@@ -454,7 +462,8 @@ def check_method(
 
     Raises:
       BrokenRule: a KvjaxError that names the first rule that the method breaks, and the usual cause.
-      KvjaxError: nothing can be said, since the method keeps all tokens of these prompts.
+      KvjaxError: the method's own code raises something, or nothing can be said, since the method keeps all tokens of
+        these prompts.
     """
     method = method_of(method)
     arguments.integer("length", length, 3)
@@ -468,22 +477,45 @@ def check_method(
     lengths = (length, 1, 2 * length // 3)
     texts = [ids(n + STEPS) for n in lengths]
     tried = _Tried(model, method, [text[:-STEPS] for text in texts], [text[-STEPS:] for text in texts])
-    name, began, kept = name_of(method), time.perf_counter(), []
-    with shown.StatusLine(progress) as status:
+    name, began = name_of(method), time.perf_counter()
+    with shown.StatusLine(progress) as status, _naming_failures(name):
         status.say(f"{name}: reading prompts of {', '.join(map(str, lengths))} tokens")
         if method.traits.evicts and not _any_left(tried):
             raise KvjaxError(
                 f"{name} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
                 f"leaves; check it with a greater `length`, or a smaller budget{_smaller(name, length)}"
             )
-        for i, rule in enumerate(RULES):
-            status.say(f"{name}: rule {i + 1} of {len(RULES)}, {rule.name}: {rule.says}")
-            start = time.perf_counter()
-            if broken := rule.find(tried):
-                what, mend = broken if isinstance(broken, _Broken) else (broken, rule.mend)
-                raise BrokenRule(f"{name} breaks a rule of methods: {rule.name}: {what}. {mend}", rule.name)
-            kept.append(RuleReport(rule.name, rule.says, time.perf_counter() - start))
-    return CheckReport(name, tuple(kept), time.perf_counter() - began)
+        kept = tuple(_try(rule, i, tried, name, status) for i, rule in enumerate(RULES))
+    return CheckReport(name, kept, time.perf_counter() - began)
+
+
+def _try(rule: _Rule, index: int, tried: _Tried, name: str, status: shown.StatusLine) -> RuleReport:
+    """Raises BrokenRule where the method breaks this rule."""
+    status.say(f"{name}: rule {index + 1} of {len(RULES)}, {rule.name}: {rule.says}")
+    start = time.perf_counter()
+    if broken := rule.find(tried):
+        what, mend = broken if isinstance(broken, _Broken) else (broken, rule.mend)
+        raise BrokenRule(f"{name} breaks a rule of methods: {rule.name}: {what}. {mend}", rule.name)
+    return RuleReport(rule.name, rule.says, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _naming_failures(name: str) -> Iterator[None]:
+    """Makes one line of what the method's own code raises, with the line of its file; the cause has the traceback."""
+    try:
+        yield
+    except KvjaxError:
+        raise
+    except Exception as e:
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if _is_users(f.filename)]
+        where = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
+        said = (str(e).splitlines() or [""])[0]
+        raise KvjaxError(f"{name} fails: {where}{type(e).__name__}: {said}") from e
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither kvjax's nor Python's nor an installed package's."""
+    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *INSTALLED))
 
 
 def _smaller(name: str, length: int) -> str:

@@ -303,6 +303,21 @@ def test_loops_that_differ_are_named(model, monkeypatch):
         check("full", model)
 
 
+@dataclasses.dataclass(frozen=True)
+class Clumsy(Scorer):
+    """Scores whose code fails."""
+
+    def scores(self, block, seen, spec):
+        return by_tokens(block.v @ block.v, block)
+
+
+def test_what_a_methods_code_raises_is_told_with_its_line(model):
+    line = Clumsy.scores.__code__.co_firstlineno + 1
+    with pytest.raises(KvjaxError, match=rf"fails: .*test_check_method.py, line {line}: TypeError: .*") as error:
+        check(Method(select=selecting(Clumsy(), 6)), model)
+    assert "\n" not in str(error.value) and isinstance(error.value.__cause__, TypeError)
+
+
 def test_what_says_nothing_is_an_error(model):
     with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*greater `length`"):
         check("streaming_llm:recent=100", model)

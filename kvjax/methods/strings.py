@@ -140,8 +140,9 @@ def recipe_of(name: str) -> Recipe:
     if name in recipes:
         return recipes[name]
     _check_no_path(name)
+    nearest = _nearest(name, recipes) or ";"
     raise KvjaxError(
-        f"unknown method {name!r}{_nearest(name, recipes)}; `kvjax methods` lists them all, and one of your own is "
+        f"unknown method {name!r}{nearest} `kvjax methods` lists them all, and one of your own is "
         "known after --load FILE (in Python kvjax.parts.load_methods(FILE)), or if an installed package has it as "
         "an entry point of the group kvjax.methods"
     )
