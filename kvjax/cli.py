@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            for source in getattr(args, "load", ()):
-                _load_methods(source)
+            _load_methods(args)
             status = args.run(args) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has enough, as in `kvjax generate .. | head`
@@ -64,10 +63,17 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _load_methods(source: str) -> None:
+def _load_methods(args: argparse.Namespace) -> None:
+    """Loads what --load names, and says so where the command then uses none of it."""
+    if not getattr(args, "load", None):
+        return
     from kvjax.methods.loading import load_methods
 
-    load_methods(source)
+    names = [name for source in args.load for name in load_methods(source)]
+    option = next((x for x in ("methods", "method") if hasattr(args, x)), None)
+    if option and not set(names) & set(re.findall(r"\w+", getattr(args, option) or "")):
+        hint = f"--methods 'full; {names[0]}'" if option == "methods" else f"--method {names[0]}"
+        print(f"kvjax: {', '.join(names)} is loaded and not used; ask for it, as in {hint}", file=sys.stderr)
 
 
 def _open_outputs() -> None:

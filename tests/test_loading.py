@@ -187,6 +187,9 @@ def test_every_command_loads(tmp_path, capsys):
     assert known["value_norm"]["family"] == known["second"]["family"] == "your own"
     generate = ["generate", "--load", "mine.py", "--prompt", "def main", "--max-new-tokens", "1"]
     assert cli.main([*generate, "--method", "value_norm:budget=8 + kivi:bits=4"]) == 0
+    assert "not used" not in capsys.readouterr().err
+    assert cli.main(generate) == 0
+    assert "value_norm is loaded and not used; ask for it, as in --method value_norm" in capsys.readouterr().err
     for command in ("demo", "eval", "explore", "calibrate", "report", "check"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
@@ -238,6 +241,14 @@ def test_equal_bytes_choose_the_size_of_ones_own_method(tmp_path, capsys):
     args = [*EVAL, "--load", "mine.py", "--methods", "value_norm", "--budget-bytes", "1/2"]
     assert cli.main(args) == 0
     assert "value_norm:budget=" in capsys.readouterr().out
+
+
+def test_lm_evaluation_harness_loads_methods(tmp_path):
+    from kvjax.eval.lm_harness import KvjaxLM
+
+    write(tmp_path / "mine.py")
+    model = KvjaxLM(toy_model(layers=1), method="value_norm:budget=4 + int4", load="mine.py")
+    assert model.method == kvjax.parse("value_norm:budget=4 + int4")
 
 
 SCRIPT = """

@@ -4,6 +4,7 @@
 
 takes every option of `lm_eval`. It splits model_args at commas, so inside a method write "/" for ",", as in
 method=kcache:n=64/device_layers=1, or give JSON: --model_args '{"model": "DIR", "method": "kivi:bits=2,residual=64"}'.
+A method of your own comes from a file or module: load=my_method.py,method=my_method:budget=64.
 A prompt is prefilled and compressed as the method does, a continuation is decoded token by token.
 """
 
@@ -20,8 +21,10 @@ from rich.progress import track
 from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.local import encode
+from kvjax.methods.loading import load_methods
 from kvjax.methods.strings import method_of, name_of
-from kvjax.models.model import Model, load
+from kvjax.models import model as models
+from kvjax.models.model import Model
 from kvjax.run.chat import chat_texts
 from kvjax.run.context import read
 from kvjax.run.generate import generate
@@ -44,7 +47,8 @@ class KvjaxLM(TemplateLM):
 
     max_length: most tokens of a prompt and what follows it (default: the model's positions); longer prompts lose their
     beginning, as in lm_eval's own models. prefix_token_id: stands before texts without a prompt (default: the model's
-    beginning-of-sequence id, else its first end-of-sequence id). dtype: as in `kvjax.load`. seed: of sampling.
+    beginning-of-sequence id, else its first end-of-sequence id). dtype: as in `kvjax.load`. seed: of sampling. load:
+    files or modules with methods of your own.
     max_batch_size and device are lm_eval's and change nothing: JAX chooses the device (JAX_PLATFORMS).
     """
 
@@ -60,6 +64,7 @@ class KvjaxLM(TemplateLM):
         seed: int = 0,
         max_batch_size: int | None = None,
         device: str | None = None,
+        load: str | Sequence[str] = (),
         **unknown: Any,
     ):
         super().__init__()
@@ -71,8 +76,10 @@ class KvjaxLM(TemplateLM):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise KvjaxError(f"batch_size must be a number of rows, got {batch_size!r}; for example 8")
         self.model = (
-            model if isinstance(model, Model) else load(model, dtype=None if dtype is None else jnp.dtype(dtype))
+            model if isinstance(model, Model) else models.load(model, dtype=None if dtype is None else jnp.dtype(dtype))
         )
+        for source in [load] if isinstance(load, str) else load:
+            load_methods(source)
         self.method = method_of(method.replace("/", ",") if isinstance(method, str) else method)
         self.batch_size = int(batch_size)
         self.max_length = int(max_length or self.model.config.max_positions)
