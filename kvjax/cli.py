@@ -125,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
     demo.add_argument("--out", type=Path, default=Path("out/demo"), help="where demo.json and demo.png go")
     demo.add_argument("--model", default="testbed", help=MODEL)
-    demo.add_argument("--methods", help="method strings separated by ';' (default: a choice of all)")
+    demo.add_argument("--methods", help="method strings separated by ';' (default: four, with --full eleven)")
+    demo.add_argument("--full", action="store_true", help="longer contexts and more methods: minutes instead of one")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="continue a prompt under a method")
@@ -290,7 +291,7 @@ def _report(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from kvjax import demo
 
-    demo.run(args.out, demo.METHODS if args.methods is None else args.methods, args.model)
+    demo.run(args.out, args.methods, args.model, args.full)
 
 
 def _generate(args: argparse.Namespace) -> None:

