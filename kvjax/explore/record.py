@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,7 +15,7 @@ from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.types import Array
+from kvjax.core.types import Array, KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_cache, own_states
@@ -108,7 +109,10 @@ def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> W
 
 
 def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int) -> Steps:
-    return Steps.behind(read(model, [list(prompt)], Watched(method, capacity), capacity=capacity))
+    with warnings.catch_warnings():
+        # A watched cache holds a copy of all tokens, so that none ever saves anything.
+        warnings.filterwarnings("ignore", ".* saves nothing on this prompt", KvjaxWarning)
+        return Steps.behind(read(model, [list(prompt)], Watched(method, capacity), capacity=capacity))
 
 
 def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:

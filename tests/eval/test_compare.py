@@ -56,6 +56,8 @@ def test_rows_print_as_the_table_whatever_the_terminal(rows, monkeypatch):
     lines = text.splitlines()
     assert any(line.startswith(" kivi:bits=2 ") for line in lines) and "of full" in text and "percent right" in text
     assert max(map(len, lines)) <= 112 and "\x1b" not in text
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(rows) == text  # as text, in a notebook too, where the page below is what is shown
     page = rows._repr_html_()
     assert page.startswith("<table>") and "<td" in page and "kivi:bits=2" in page and "of full" in page
 

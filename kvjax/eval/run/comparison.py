@@ -86,7 +86,9 @@ class Comparison(Sequence[EvalRow]):
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        console = Console(file=(text := io.StringIO()), width=max(Console().width, WIDTH), color_system=None)
+        wide = max(Console().width, WIDTH)
+        # Without force_jupyter a notebook would get the table as output, whatever the file.
+        console = Console(file=(text := io.StringIO()), width=wide, color_system=None, force_jupyter=False)
         console.print(summary.table(self.to_dicts()))
         return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
