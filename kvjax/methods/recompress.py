@@ -60,8 +60,13 @@ class Recompress(Policy):
         """Tokens that are left by a compression."""
         return layer.method.select.most(layer.spec)
 
-    def slots(self, layer: Any) -> int:
+    def most(self, layer: Any) -> int:
+        """Tokens of a head that are held when the selection is made again."""
         return self.target(layer) + self.every
+
+    def slots(self, layer: Any) -> int:
+        # One slot stays empty: a sequence that waits beside others which are fed has somewhere for its padding to go.
+        return self.most(layer) + 1
 
     def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Obs | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
@@ -74,7 +79,9 @@ class Recompress(Policy):
     def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.marks is not None:
             state = dataclasses.replace(state, marks=_with_query(state.marks, q, q_pos))
-        due = ~over_heads.any((state.pos < 0).any(2))[:, 0]
+        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.most(layer))[:, 0]
+        # A sequence without a token in this step waits: its own next query is the one to compress by.
+        due = is_full & (q_pos[:, 0] >= 0)
 
         def compressed(state: LayerState) -> LayerState:
             return dataclasses.replace(state, pos=self._selected(layer, state, due))
@@ -143,8 +150,8 @@ _KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:
 
 @recipe(
     "periodic compression while decoding, as kvpress' DecodingPress does it",
-    Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3)),
-    Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2), name="over kvcrush"),
+    Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3 + 1)),
+    Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2 + 1), name="over kvcrush"),
     formula="whenever budget + every tokens are held: the selection is made again by the latest queries",
     differs="kvpress compresses after a step's attention, here before the next token comes in, whose query is asked "
     "too; it also counts steps below its target, and rotates every buffered query to the newest position.",

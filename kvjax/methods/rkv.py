@@ -90,9 +90,9 @@ def redundancy(block: Block, threshold: float, at_once: int = 256) -> Array:
 
 
 def _bytes(x: Sizes) -> Bytes:
-    """Six tokens and three more, and the two last queries with their positions."""
+    """Six tokens, three more and an empty slot, and the two last queries with their positions."""
     queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
-    return Bytes(2 * x.rows(6 + 3) + x.positions(6 + 3, per_head=True) + queries)
+    return Bytes(2 * x.rows(6 + 3 + 1) + x.positions(6 + 3 + 1, per_head=True) + queries)
 
 
 @recipe(

@@ -44,9 +44,9 @@ class Data:
         """One fresh token of each row."""
         return self.tokens(step, 1)
 
-    def tokens(self, step: int, count: int) -> Fresh:
-        """`count` fresh tokens of each row."""
-        pos = jnp.asarray(self.lengths[:, None] + step + np.arange(count)[None], jnp.int32)
+    def tokens(self, step: int | np.ndarray, count: int) -> Fresh:
+        """`count` fresh tokens of each row, from a step on: one for all rows, or one for each."""
+        pos = jnp.asarray(self.lengths[:, None] + np.reshape(step, (-1, 1)) + np.arange(count)[None], jnp.int32)
 
         def take(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, pos.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1, 1), -2)
@@ -74,11 +74,11 @@ def rows(d: Data, which: list[int]) -> Data:
     return Data(d.q[at], d.k[at], d.v[at], d.lengths[at])
 
 
-def cut_short(fresh: Fresh, counts: list[int]) -> Fresh:
-    """Of a chunk, the first counts[b] tokens of row b; what is beyond them is padding with infinite keys and values."""
+def cut_short(fresh: Fresh, counts: list[int], padding: float = np.inf) -> Fresh:
+    """Of a chunk, the first counts[b] tokens of row b; what is beyond them is padding, with such keys and values."""
     q, block = fresh
     real = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
-    k, v = (jnp.where(real[..., None], x, jnp.asarray(np.inf, x.dtype)) for x in (block.k, block.v))
+    k, v = (jnp.where(real[..., None], x, jnp.asarray(padding, x.dtype)) for x in (block.k, block.v))
     return q, Block(k, v, jnp.where(real, block.pos, jnp.int32(-1)))
 
 

@@ -79,6 +79,29 @@ def test_c3_rows_are_independent_of_neighbours_and_padding(trial: Trial):
             np.testing.assert_allclose(row, together[b], atol=1e-6)
 
 
+RAGGED = ((1, 3, 5), (3, 5, 1), (5, 1, 3), (2, 4, 6), (4, 6, 2), (6, 2, 4))
+"""Tokens that the rows are fed in one call: each row meets each number up to 6, beside rows that are fed more."""
+
+
+@every
+@pytest.mark.parametrize("counts", RAGGED, ids=str)
+def test_c3_after_a_ragged_question_every_row_goes_on_as_if_alone(trial: Trial, counts: tuple[int, ...]):
+    """Whatever falls due when a row is full, such as a compression, waits for that row's own next token."""
+    bound, d, state = start(trial.small)
+    alone, fed = steps(trial.small), np.array(counts)
+    chunk = layer.cut_short(d.tokens(0, layer.STEPS), list(counts), padding=1e4)
+    out, state = layer.extend(bound, layer.STEPS)(state, chunk)
+    for b, count in enumerate(counts):
+        np.testing.assert_allclose(out[b, :, :, :count], alone[b, :, :, :count], atol=2e-6)
+    for _ in range(layer.STEPS - min(counts)):
+        more = (fed < layer.STEPS).astype(int)
+        one = layer.cut_short(d.tokens(np.minimum(fed, layer.STEPS - 1), 1), more.tolist(), padding=1e4)
+        out, state = layer.extend(bound)(state, one)
+        for b in np.flatnonzero(more):
+            np.testing.assert_allclose(out[b, :, :, 0], alone[b, :, :, fed[b]], atol=2e-6)
+        fed = fed + more
+
+
 @every
 def test_c3_only_the_committed_tokens_are_kept(trial: Trial):
     bound, d, state = start(trial.small)
