@@ -75,8 +75,38 @@ class Window(Policy):
         return (jnp.sort(pos, 2) if self.fault == "positions of other tokens" else pos), None
 
 
+@dataclasses.dataclass(frozen=True)
+class Periodic(Policy):
+    """Back to the last 4 tokens whenever 2 more are held, before the next one comes in."""
+
+    waits: bool = True  # for a token of the row itself
+
+    def slots(self, layer):
+        return 4 + 2 + 1
+
+    def begin(self, layer, block, seen, slots):
+        return Window(4).begin(layer, block, seen, slots)
+
+    def before(self, layer, state, q, q_pos):
+        full = (state.pos >= 0).sum(2, keepdims=True) >= 4 + 2
+        due = full & (q_pos[:, :, None] >= 0) if self.waits else full
+        old = state.pos <= state.pos.max(2, keepdims=True) - 4
+        return dataclasses.replace(state, pos=jnp.where(due & old, -1, state.pos))
+
+    def after(self, layer, state, weights, q_pos):
+        return state.pos, None
+
+
 @pytest.mark.parametrize(
-    "method", [LastTokens(5), Method(decode=Window(4)), Method(select=selecting(Norms(), 6)), "offload"], ids=str
+    "method",
+    [
+        LastTokens(5),
+        Method(decode=Window(4)),
+        Method(decode=Periodic()),
+        Method(select=selecting(Norms(), 6)),
+        "offload",
+    ],
+    ids=str,
 )
 def test_a_sound_method_passes(method, model):
     check(method, model)
@@ -218,6 +248,10 @@ FAULTY = {
         Method(decode=Window(4, "a neighbour that is full")),
         "row 1 holds other tokens in layer 0 when it is read alone than beside others, after step 1",
     ),
+    "a compression on another row's step": (
+        Method(decode=Periodic(waits=False)),
+        "row . holds other tokens in layer 0 when it is fed beside rows that are fed other numbers of tokens",
+    ),
     "a score that is no number": (
         Method(select=selecting(Norms("a score that is no number"), 6)),
         "Norms.scores gives NaN, which would win over every number",
@@ -259,6 +293,7 @@ MENDS = {
     "tokens that are lost": ("positions", "Set `evicts=True`"),
     "rows of other tokens": ("codecs", "jnp.take_along_axis"),
     "nothing is written": ("contents", "a `write` that drops what is new"),
+    "a compression on another row's step": ("independence", "wait for that row's own next token"),
     "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
     "other logits": ("exact", "Set `exact=False`"),
     "bytes that grow": ("bytes", "set `constant=False`"),
