@@ -17,6 +17,12 @@ from kvjax.models.model import load
 TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
 
 
+def test_a_watched_cache_does_not_say_that_it_saves_nothing(tmp_path):
+    (tmp_path / "text.py").write_text("x = 1\n" * 60)
+    given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "page.html"), "--steps", "1"]
+    command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))  # a warning is an error
+
+
 @pytest.fixture
 def explore(tmp_path):
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
