@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import warnings
 
 import pytest
 
@@ -20,7 +21,9 @@ TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
 def test_a_watched_cache_does_not_say_that_it_saves_nothing(tmp_path):
     (tmp_path / "text.py").write_text("x = 1\n" * 60)
     given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "page.html"), "--steps", "1"]
-    command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))  # a warning is an error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))
 
 
 @pytest.fixture
