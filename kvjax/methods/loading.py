@@ -116,7 +116,9 @@ def _load_file(path: Path) -> types.ModuleType:
         del RECIPES[name]  # what was edited may have another name
     name = known.__name__ if known else _module_name(path)
     loader = importlib.machinery.SourceFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # with a loader there is one
+    module = importlib.util.module_from_spec(spec)
     _extend_path(path.parent)
     sys.modules[name] = module  # dataclasses look for their module there
     try:
