@@ -124,8 +124,7 @@ def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> Non
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    other = _load_ours().get(name)
-    if other is None or is_ours(make):
+    if is_ours(make) or (other := _load_ours().get(name)) is None:
         return
     if is_ours(other.make):
         raise KvjaxError(f"kvjax has a method called {name} ({other.source}); give yours another name")

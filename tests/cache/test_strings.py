@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -91,6 +93,13 @@ def test_every_recipe_has_a_source_and_a_summary():
 def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
     assert {r.family for r in load_all().values()} == set(FAMILIES)
     assert all(line.endswith(".") and "\n" not in line for line in FAMILIES.values())
+
+
+def test_the_files_of_methods_are_loaded_one_after_the_other():
+    """A file that loaded the others while it registers its own would reverse their order, in which pages show them."""
+    code = "from kvjax.methods.catalogue import load_all; print(*load_all())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
 
 
 def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue):
