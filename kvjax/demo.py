@@ -123,9 +123,15 @@ def table(rows: Sequence[Row], asked: Exam, model: str, width: int = 80, explain
             "host": f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "",
             "tokens/s": _rates(r, "\n" if width < WIDE else " "),
         }
-        name = r.method.replace(" + ", " +\n") if width < WIDE else r.method
+        name = _folded(r.method, 18 if "host" in heads else 26) if width < WIDE else r.method
         t.add_row(escape(name), *(cells[head] for head in heads))
     return t
+
+
+def _folded(name: str, most: int) -> str:
+    """A method's name on several lines: one for each part, and more for parts of more than so many characters."""
+    parts = [part if len(part) <= most else part.replace(",", ",\n  ") for part in name.split(" + ")]
+    return "\n+ ".join(parts)
 
 
 def _rates(row: Row, gap: str) -> str:

@@ -153,6 +153,12 @@ def test_the_table_fits_and_names_the_dtype(width):
     assert "of the exact cache's bytes, both in float32; bf16: the same, both in bfloat16" in text
 
 
+def test_a_narrow_table_folds_names_between_their_parts():
+    long = dataclasses.replace(ROW, method="snapkv:budget=512 + kivi:bits=1,residual=64", host_bytes=1)
+    names = [line.split("  ")[0].strip() for line in printed([long], 80)]
+    assert "snapkv:budget=512" in names and "+ kivi:bits=1," in names
+
+
 def test_a_first_method_other_than_full_is_no_full():
     text = " ".join(printed([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
     assert "= first" in text and "= full" not in text

@@ -1,17 +1,25 @@
 """The notebooks run from top to bottom, each in a kernel of its own."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+import types
 from pathlib import Path
 
+import jax
 import nbformat
 import numpy as np
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from safetensors.numpy import save_file
 
+import kvjax  # noqa: F401  so that the cell finds it imported
 from kvjax.testbed import vocab
 from tests.fixtures import ROOT
 
@@ -47,11 +55,96 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+def first_cell() -> str:
+    return next(c.source for c in nbformat.read(NOTEBOOKS[0], 4).cells if c.cell_type == "code")
+
+
 def test_there_are_notebooks_for_a_tour_a_method_and_a_checkpoint():
     assert [p.stem for p in NOTEBOOKS] == ["checkpoint_to_curve", "tour", "your_own_method"]
     for path in NOTEBOOKS:
         first = next(c for c in nbformat.read(path, 4).cells if c.cell_type == "code")
-        assert "%pip install" in first.source  # ready for Colab
+        assert first.source == first_cell() and first.source.startswith('KVJAX = ""')  # no address is invented
+
+
+def test_the_first_cell_knows_the_oldest_jax():
+    dependencies = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = next(d for d in dependencies if d.startswith("jax>=")).removeprefix("jax>=")
+    assert f'OLDEST_JAX = "{oldest}"' in first_cell()
+
+
+@pytest.fixture
+def run_first(tmp_path, monkeypatch):
+    """Runs the first cell with a pip that only notes what it is told, and returns these words."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    jax.devices()  # finds its plugins among the true packages
+    folder = tmp_path / "somewhere" / "else"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+
+    def run(address: str = "", installed: bool = False, packages: dict[str, str] | None = None) -> list[list[str]]:
+        found, names = [], {}
+
+        def magic(name: str, line: str) -> None:
+            assert name == "pip"
+            found.append(shlex.split(line.format(**names)))  # IPython fills in what stands in braces
+
+        names["get_ipython"] = lambda: types.SimpleNamespace(run_line_magic=magic)
+        find = importlib.util.find_spec
+        there = [types.SimpleNamespace(name=n, version=v) for n, v in (packages or {"jax": "99.0"}).items()]
+        source = TransformerManager().transform_cell(first_cell()).replace('KVJAX = ""', f"KVJAX = {address!r}", 1)
+        with monkeypatch.context() as patch:
+            if not installed:
+                patch.setattr(importlib.util, "find_spec", lambda name: None if name == "kvjax" else find(name))
+            patch.setattr(importlib.metadata, "distributions", lambda: there)
+            exec(compile(source, "the first cell", "exec"), names)
+        return found
+
+    return run
+
+
+def test_the_first_cell_installs_nothing_where_kvjax_is_and_names_the_accelerator(run_first, capsys):
+    assert run_first("ignored.whl", installed=True) == []
+    device = jax.devices()[0].device_kind
+    assert capsys.readouterr().out.endswith(f"JAX {jax.__version__} on {len(jax.devices())} x {device}\n")
+
+
+def test_the_first_cell_finds_the_checkout_that_it_lies_in(run_first, monkeypatch):
+    monkeypatch.chdir(NOTEBOOKS[0].parent)
+    assert run_first() == [["install", "-q", "-e", f"{REPOSITORY}[eval]"]]
+    assert sys.path[0] == str(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("https://a.host/kvjax", "kvjax[eval] @ git+https://a.host/kvjax"),
+        ("git+https://a.host/kvjax@main", "kvjax[eval] @ git+https://a.host/kvjax@main"),
+        ("https://a.host/kvjax-0.1.0-py3-none-any.whl", "kvjax[eval] @ https://a.host/kvjax-0.1.0-py3-none-any.whl"),
+        ("a wheel.whl", "kvjax[eval] @ file://{here}/a%20wheel.whl"),
+    ],
+)
+def test_the_first_cell_takes_a_repository_or_a_wheel(run_first, given, wanted):
+    Path("a wheel.whl").touch()
+    assert run_first(given) == [["install", "-q", wanted.format(here=Path.cwd())]]
+
+
+def test_the_first_cell_says_what_is_missing(run_first):
+    with pytest.raises(RuntimeError, match="not installed and .*somewhere/else is in no checkout of it: set KVJAX"):
+        run_first()
+    with pytest.raises(FileNotFoundError, match=r"no\.whl"):
+        run_first("no.whl")
+
+
+def test_the_first_cell_keeps_a_jax_that_is_new_enough_and_its_accelerator(run_first, capsys):
+    wheel = "https://a.host/kvjax.whl"
+    [words] = run_first(wheel, packages={"jax": "0.10.2", "jax-cuda12-plugin": "0.10.2"})
+    assert words == ["install", "-q", f"kvjax[eval] @ {wheel}"]
+    assert "upgraded" not in capsys.readouterr().out
+    [words] = run_first(wheel, packages={"jax": "0.7.2", "jax-cuda12-plugin": "0.7.2"})
+    assert words[3:] == ["jax[cuda12]>=0.10.2"]
+    assert "JAX 0.7.2 is older than 0.10.2, which kvjax needs, and is upgraded" in capsys.readouterr().out
+    [words] = run_first(wheel, packages={"jax": "0.7.2"})
+    assert words[3:] == ["jax>=0.10.2"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
