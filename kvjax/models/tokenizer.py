@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import tokenizers
+from typing import TYPE_CHECKING
 
 from kvjax.core.types import KvjaxError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 FILE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -28,6 +30,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads `tokenizer.json`; raises KvjaxError if it is damaged or absent, and says how to make it."""
+        import tokenizers  # here, as a random model and token ids need no tokenizer
+
         path = Path(directory)
         file = path / FILE
         if not file.is_file():

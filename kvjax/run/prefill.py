@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
 from kvjax.cache.contract import Cache, slots_of
 from kvjax.core import arguments
@@ -170,7 +169,11 @@ def pieces(
     layers = tuple(clock.call(BEGIN, **more, site=site) for site in where)
     past = Past(layers, jnp.zeros((B, model.config.width), model.dtype))
     starts = range(0, width, piece)
-    for start in track(starts, "prefill", transient=True) if progress else starts:
+    if progress:
+        from rich.progress import track  # here, as only a bar needs it
+
+        starts = track(starts, "prefill", transient=True)
+    for start in starts:
         part = place(model, tokens[:, start : start + piece], "B T")
         work, pos = Piece(jnp.int32(start), lengths), consecutive(model, start, part.shape)
         with clock.timed():

@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.core.types import KvjaxError
@@ -63,6 +62,8 @@ def part(
 
 
 def _restore_part(folder: Path, flat: dict[str, dict], places: dict[str, jax.sharding.Sharding], dtype) -> Any:
+    import orbax.checkpoint as ocp  # here, as it costs more than the rest of `import kvjax`
+
     shapes = {p: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for p, x in flat.items()}
     args = {p: ocp.ArrayRestoreArgs(sharding=places[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()}
     tree = functools.partial(unflatten_dict, sep="/")

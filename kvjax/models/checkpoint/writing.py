@@ -16,7 +16,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.core.lock import claim, is_same
@@ -90,6 +89,8 @@ class Writer:
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry, a tree of arrays (or the array itself, for `embedding`)."""
+        import orbax.checkpoint as ocp  # here, as it costs more than the rest of `import kvjax`
+
         if name in self.digests:
             raise KvjaxError(f"part {name!r} was put twice; put each top-level entry once")
         arrays = flatten_dict({name: subtree}, sep="/")
