@@ -304,7 +304,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompts = args.prompt or [_read(name) for name in args.prompt_file]
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
-        prompts = kvjax.chat_ids(model, [_conversation(p, args.system) for p in prompts])
+        prompts = model.chat_ids([_conversation(p, args.system) for p in prompts])
     names = ("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.json:

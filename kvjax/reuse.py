@@ -1,8 +1,10 @@
-"""Chunks of text that were read before, put together and mended: CacheBlend and Cache-Craft."""
+"""Exact keys and values of texts, read once, alone or packed; put together and mended by CacheBlend and Cache-Craft."""
 
 from __future__ import annotations
 
+from kvjax.run.exact import Exact, read_exactly
+from kvjax.run.packed import pack_exactly, read_packed
 from kvjax.run.reuse.blend import blend
 from kvjax.run.reuse.craft import Chunk, Chunks, cut
 
-__all__ = ["Chunk", "Chunks", "blend", "cut"]
+__all__ = ["Chunk", "Chunks", "Exact", "blend", "cut", "pack_exactly", "read_exactly", "read_packed"]

@@ -234,11 +234,11 @@ def model() -> kvjax.Model:
 
 
 def test_ids_are_the_templates_text_with_no_special_token_added(model):
-    ids = kvjax.chat_ids(model, [USER, TALK])
+    ids = model.chat_ids([USER, TALK])
     texts = model.chat_template.render([USER, TALK])
     assert [model.tokenizer.decode(x, skip_special_tokens=False) for x in ids] == texts
     assert [x.count(257) for x in ids] == [3, 5] and [x.count(258) for x in ids] == [2, 4] and 256 not in sum(ids, [])
-    assert kvjax.chat_ids(model, tuple(USER)) == ids[:1]
+    assert model.chat_ids(tuple(USER)) == ids[:1]
     assert len(model.tokenizer.encode("a")) == 2  # a plain prompt does get its <s>
 
 
@@ -248,7 +248,7 @@ def test_chat_generates_behind_the_conversation_and_ends_with_the_turn(model):
     on = {"max_new_tokens": 4, "eos_ids": ()}
     longer = kvjax.chat(model, ASKED, "kcache:n=8", **on)
     assert longer.tokens[0][:1] == out.tokens[0] and longer.finish_reasons == ["length"]
-    same = kvjax.generate(model, kvjax.chat_ids(model, ASKED), "kcache:n=8", **on)
+    same = kvjax.generate(model, model.chat_ids(ASKED), "kcache:n=8", **on)
     assert longer.tokens == same.tokens and longer.text == same.text
 
 
@@ -275,9 +275,8 @@ def test_messages_that_are_none(model, messages, says):
 
 
 def test_a_role_that_the_template_names_is_known(model):
-    (ids,) = kvjax.chat_ids(
-        dataclasses.replace(model, chat_template=ChatTemplate(DATED)), [{"role": "ipython", "content": "1"}, *USER]
-    )
+    dated = dataclasses.replace(model, chat_template=ChatTemplate(DATED))
+    (ids,) = dated.chat_ids([{"role": "ipython", "content": "1"}, *USER])
     assert "ipython" not in model.tokenizer.decode(ids)
 
 

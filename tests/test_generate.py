@@ -117,10 +117,10 @@ def test_going_on_from_a_state_is_one_long_prompt(model, method):
     if method == "kcache:n=3":  # further tokens are read as decoded ones are: only then is it inexact
         _, state = kvjax.prefill(model, PROMPTS, exact, capacity=64)
         parsed = exact
-    turns = kvjax.generate(model, more, parsed, max_new_tokens=5, state=state)
+    turns = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)
     whole = kvjax.generate(model, [p + m for p, m in zip(PROMPTS, more, strict=True)], exact, max_new_tokens=5)
     assert turns.tokens == whole.tokens
-    again = kvjax.generate(model, more, parsed, max_new_tokens=5, state=state)  # the state is still usable
+    again = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)  # the state is still usable
     assert again.tokens == turns.tokens
 
 
@@ -234,9 +234,9 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.read(m, [[1]], "full").score([[1, 2]], decoded=5), "decoded is true, false, or a list"),
         (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "for each token of rows of .1. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").edit(0, 1, 5), "one text or list of ids per row, empty ones"),
-        (lambda m: kvjax.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
-        (lambda m: kvjax.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 1"),
-        (lambda m: kvjax.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
+        (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
+        (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 1"),
+        (lambda m: kvjax.cache_ops.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
         (lambda m: kvjax.read(m, [[1]], "full").branch(1.5), "times must be an integer from 1"),
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),
         (lambda m: kvjax.parse("snapkv:budget=150%"), "a share of each prompt from above 0% to 100%, got '150%'"),
@@ -262,7 +262,7 @@ def test_overrun_of_a_state_is_an_error_before_the_run(model):
     with pytest.raises(KvjaxError, match="room for 64 tokens per row and holds 60; 5 more do not fit"):
         kvjax.extend(model, [[1] * 5], state, method)
     with pytest.raises(KvjaxError, match="prefill with capacity=65"):
-        kvjax.generate(model, [[1]], method, max_new_tokens=4, state=state)
+        kvjax.generate(model, [[1]], method, max_new_tokens=4, cache=state)
     context = kvjax.read(model, [[1] * 60], method, room=4)
     for call in (context.feed, lambda more: context.score([more[0] + [1]])):
         with pytest.raises(KvjaxError, match="capacity=65 or more, or read with that, or with a larger room="):

@@ -103,10 +103,10 @@ def test_a_second_turn_of_unequal_length(model):
     """Rows that end early in the chunk are left alone by what follows."""
     parsed, more = kvjax.parse(SMALL), [[5, 6, 7, 8], [9], [1, 2]]
     _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
-    together = kvjax.generate(model, more, parsed, max_new_tokens=8, state=state).tokens
+    together = kvjax.generate(model, more, parsed, max_new_tokens=8, cache=state).tokens
     for i, prompt in enumerate(PROMPTS):
         _, alone = kvjax.prefill(model, [prompt], parsed, capacity=64)
-        assert kvjax.generate(model, [more[i]], parsed, max_new_tokens=8, state=alone).tokens[0] == together[i]
+        assert kvjax.generate(model, [more[i]], parsed, max_new_tokens=8, cache=alone).tokens[0] == together[i]
 
 
 def statements(text: str) -> list[str]:

@@ -105,7 +105,7 @@ def assert_alike(public: str, rows: list[dict]) -> None:
     assert_kept(state, [row["kept"] for row in rows])
 
 
-def assert_kept(state: kvjax.State, rows: list[list]) -> None:
+def assert_kept(state: kvjax.Cache, rows: list[list]) -> None:
     for layer, kept in enumerate(kvjax.kept_positions(state)):
         for row, heads in zip(rows, kept, strict=True):
             assert [positions.tolist() for positions in heads] == row[layer]

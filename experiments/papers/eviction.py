@@ -71,7 +71,7 @@ class Prompts:
 
     def __init__(self, model: Model, prompts: Sequence[np.ndarray], room: int):
         """room: tokens that will follow the longest prompt."""
-        self.exact = kvjax.read_exactly(model, prompts)
+        self.exact = kvjax.reuse.read_exactly(model, prompts)
         self.capacity = round_up(max(map(len, prompts)) + room)
 
     def under(self, method: str | KVMethod) -> Context:

@@ -84,7 +84,7 @@ def both_hits(q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ..
 def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes: tuple[int, ...]) -> np.ndarray:
     """tokens i32[B T] -> f32[L 2 n]: of each layer, top-k and greedy, for each of n sizes."""
     T, found = tokens.shape[1], []
-    for i, prompt in enumerate(kvjax.read_exactly(model, tokens).prompts):
+    for i, prompt in enumerate(kvjax.reuse.read_exactly(model, tokens).prompts):
         q, k = prompt.q[:, :, :, :T], prompt.k[:, :, :T]
         found.append(np.asarray(both_hits(q, k, first, queries, sizes, model.config.window(i))))
     return np.stack(found)

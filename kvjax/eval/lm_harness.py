@@ -25,7 +25,6 @@ from kvjax.methods.loading import load_methods
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models import model as models
 from kvjax.models.model import Model
-from kvjax.run.chat import chat_texts
 from kvjax.run.context import read
 from kvjax.run.generate import generate
 from kvjax.run.prompts import round_up
@@ -122,9 +121,9 @@ class KvjaxLM(TemplateLM):
         Without add_generation_prompt the last message is the beginning of the answer, with which the model goes on.
         """
         if add_generation_prompt:
-            return chat_texts(self.model, chat_history)[0]
+            return self.model.chat_texts(chat_history)[0]
         *asked, begun = chat_history
-        return chat_texts(self.model, asked)[0] + begun["content"]
+        return self.model.chat_texts(asked)[0] + begun["content"]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Natural log of whole texts in windows of max_length, cut as by lm_eval; what is not scored is the prompt."""

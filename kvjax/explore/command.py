@@ -13,7 +13,6 @@ from kvjax.explore import page
 from kvjax.explore.record import explored
 from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
-from kvjax.run.chat import chat_ids
 from kvjax.run.prompts import token_ids
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
@@ -50,7 +49,7 @@ def _ids(model: Model, text: str, args: argparse.Namespace) -> list[int]:
     if args.chat and args.tokens is not None:
         raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
     messages = [{"role": "user", "content": text}]
-    (ids,) = chat_ids(model, messages) if args.chat else token_ids(model, [text])
+    (ids,) = model.chat_ids(messages) if args.chat else token_ids(model, [text])
     ids = ids[: args.tokens]
     if len(ids) > MOST:
         raise KvjaxError(f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST}; use --tokens {MOST}")

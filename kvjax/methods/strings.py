@@ -79,11 +79,6 @@ def split_many(text: str) -> list[str]:
     return parts
 
 
-def parse_many(text: str) -> list[Method]:
-    """Methods from strings separated by `;`."""
-    return [parse(part) for part in split_many(text)]
-
-
 def named(methods: Methods) -> dict[str, KVMethod]:
     """Methods by the names that reports give them, each once: strings as they were written, values by `name_of`."""
     found: dict[str, KVMethod] = {}

@@ -19,9 +19,10 @@ from kvjax.core.arguments import float_type
 from kvjax.core.program import use_compilation_cache
 from kvjax.core.random import seeded
 from kvjax.core.types import KvjaxError
-from kvjax.models import checkpoint
+from kvjax.models import checkpoint, conversations
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.config import Config
+from kvjax.models.conversations import Messages
 from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
@@ -63,6 +64,20 @@ class Model:
         if self.tokenizer is None:
             raise KvjaxError("this model has no tokenizer.json: pass prompts as lists of token ids")
         return self.tokenizer
+
+    def chat_ids(self, messages: Messages) -> list[list[int]]:
+        """The ids that the model reads for one conversation, or for each of a batch, up to where its answer begins.
+
+        They are prompts for `kvjax.generate` and `kvjax.read`. The template writes all special tokens, and none is
+        added; a special token that is spelled out in a message is read as that token, as in transformers. Raises
+        KvjaxError for messages without a known role or a text, and for a model without tokenizer or chat template.
+        """
+        tokenizer = self.text_tokenizer()
+        return [tokenizer.encode(text, special_tokens=False) for text in self.chat_texts(messages)]
+
+    def chat_texts(self, messages: Messages) -> list[str]:
+        """The text of which `chat_ids` gives the ids, for each conversation."""
+        return conversations.texts(self.chat_template, messages)
 
 
 def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:

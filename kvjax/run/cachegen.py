@@ -40,10 +40,10 @@ Levels = int | Sequence[tuple[int, int]]
 def write(path: str | Path, context: Exact | Context, *, levels: Levels | None = None, group: int = 0) -> Path:
     """Writes keys and values in few levels, whole or not at all, for `read` to make exact prompts of; returns the path.
 
-    context: from `kvjax.read_exactly`, or read under `full`. levels: of all layers, or (of keys, of values) of each, 4
-    to 256; default as in public code. group: tokens of an anchor and those that are written as differences to it, 10 in
-    the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, for another method than `full`, and for
-    keys and values that are not finite.
+    context: from `kvjax.reuse.read_exactly`, or read under `full`. levels: of all layers, or (of keys, of values) of
+    each, 4 to 256; default as in public code. group: tokens of an anchor and those that are written as differences to
+    it, 10 in the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, for another method than
+    `full`, and for keys and values that are not finite.
     """
     exact = context if isinstance(context, Exact) else held_in_full(context)
     if group < 0:

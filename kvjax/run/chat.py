@@ -1,95 +1,25 @@
-"""Chat: conversations in the form that a model's chat template gives them, and its answers."""
+"""Chat: a model's answer in a conversation that its chat template writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.cache.contract import KVMethod
 from kvjax.core.types import KvjaxError
-from kvjax.models.chat import FILE, ChatTemplate, Conversation
+from kvjax.models.conversations import Messages
 from kvjax.models.model import Model
 from kvjax.run.generate import generate
 from kvjax.run.result import Result
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-EXAMPLE = '[{"role": "user", "content": "Hello"}]'
-
-Messages = Conversation | Sequence[Conversation]
-"""One conversation, or a batch."""
 
 
 def chat(model: Model, messages: Messages, method: str | KVMethod = "full", **options: Any) -> Result:
     """The model's next message in one conversation, or in each of a batch, under a method; options as in `generate`.
 
     messages: [{"role": "user", "content": "Hello"}], or a list of such lists. An answer ends with one of the
-    checkpoint's end-of-sequence ids, among which is its end of turn. Raises KvjaxError as `chat_ids` does.
+    checkpoint's end-of-sequence ids, among which is its end of turn. Raises KvjaxError as `Model.chat_ids` does.
     """
-    if taken := {"cache", "state"} & options.keys():
+    if "cache" in options:
         raise KvjaxError(
-            f"{taken.pop()} cannot be given to chat, which reads whole conversations; go on from a cache with "
-            "kvjax.generate"
+            "cache cannot be given to chat, which reads whole conversations; go on from a cache with kvjax.generate"
         )
-    return generate(model, chat_ids(model, messages), method, **options)
-
-
-def chat_ids(model: Model, messages: Messages) -> list[list[int]]:
-    """The ids that a model reads for one conversation, or for each of a batch, up to where its answer begins.
-
-    They are prompts for `kvjax.generate` and `kvjax.read`. The template writes all special tokens, and none is added;
-    a special token that is spelled out in a message is read as that token, as in transformers. Raises KvjaxError for
-    messages without a known role or a text, and for a model without tokenizer or chat template.
-    """
-    tokenizer = model.text_tokenizer()
-    return [tokenizer.encode(text, special_tokens=False) for text in chat_texts(model, messages)]
-
-
-def chat_texts(model: Model, messages: Messages) -> list[str]:
-    """The text of which `chat_ids` gives the ids, for each conversation."""
-    conversations, template = _conversations(messages), _template(model)
-    for row, conversation in enumerate(conversations):
-        _check(row, conversation, template)
-    return template.render([[dict(message) for message in conversation] for conversation in conversations])
-
-
-def _template(model: Model) -> ChatTemplate:
-    if model.chat_template is None:
-        raise KvjaxError(
-            f"this model has no chat template: if it was trained to chat, put the {FILE} of its checkpoint into its "
-            "directory and load it again; if not, give kvjax.generate a plain prompt"
-        )
-    return model.chat_template
-
-
-def _conversations(messages: Messages) -> list[Sequence[Any]]:
-    """A batch, of one conversation where only one was given."""
-    batch = [messages] if _is_list(messages) and messages and isinstance(messages[0], Mapping) else messages
-    if not _is_list(batch):
-        raise KvjaxError(f"messages are a list such as {EXAMPLE}, got {messages!r:.60}")
-    for row, conversation in enumerate(batch):
-        if not _is_list(conversation):
-            raise KvjaxError(f"conversation {row} must be a list such as {EXAMPLE}, got {conversation!r:.60}")
-    if not batch or not all(batch):
-        raise KvjaxError(f"a conversation needs at least one message, such as {EXAMPLE}; got {messages!r:.60}")
-    return list(batch)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, (str, bytes))
-
-
-def _check(row: int, conversation: Sequence[Any], template: ChatTemplate) -> None:
-    """Raises KvjaxError for a message that has no known role or no text, and where nothing is to be answered."""
-    for i, message in enumerate(conversation):
-        where = f"message {i} of conversation {row}"
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise KvjaxError(f"{where} needs a role and a content, as in {EXAMPLE[1:-1]}; got {message!r:.60}")
-        role, content = message["role"], message["content"]
-        if not isinstance(role, str) or not (role in ROLES or template.names(role)):
-            raise KvjaxError(
-                f"{where} has role {role!r:.60}, which the chat template does not name; use one of {', '.join(ROLES)}"
-            )
-        if not isinstance(content, str):
-            raise KvjaxError(f"{where} has content {content!r:.60}; give a text")
-    if conversation[-1]["role"] == "assistant":
-        raise KvjaxError(f"conversation {row} ends with the assistant's message; end it with one to be answered")
+    return generate(model, model.chat_ids(messages), method, **options)

@@ -155,17 +155,17 @@ class Context:
         return calls.forced(self.model, self.last, self.cache, ids, decoded, width)
 
     def crop(self, lengths: int | Sequence[int]) -> Context:
-        """The context with only the first so many tokens of each row, exactly; see `kvjax.crop` for which methods.
+        """The context with only the first so many tokens of each row, exactly.
 
-        What comes next is known only when something is fed: `ask` does it, and `feed`.
+        `kvjax.cache_ops.crop` says for which methods. What comes next is known only when something is fed: `ask` does it, and `feed`.
         """
         return self._before_feeding(states.crop(self.cache, lengths))
 
     def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
         """The context of a text in which tokens start..stop-1 have been replaced, without reading on from there (PIE).
 
-        One text per row, an empty one to delete; see `kvjax.splice`. What comes next is known only when something is
-        fed: `ask` does it, and `feed`.
+        One text per row, an empty one to delete; see `kvjax.cache_ops.splice`. What comes next is known only when
+        something is fed: `ask` does it, and `feed`.
         """
         return self._before_feeding(splice.splice(self.model, self.cache, start, stop, tokens))
 

@@ -74,7 +74,6 @@ def generate(
     stop: Stop = (),
     capacity: int | None = None,
     cache: Cache | None = None,
-    state: Cache | None = None,
     loop: str | None = None,
 ) -> Result:
     """Continues each prompt (texts or lists of ids) under a method, or its string.
@@ -84,18 +83,14 @@ def generate(
     checkpoint's. stop: strings before which a row's text ends; its tokens end with the one that completes the string.
     capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
     `extend`; it stays usable and knows its method), the prompts being what comes next; one of a model of another
-    configuration or dtype is refused, one of equal configuration and other weights is not noticed. state: the older
-    name of cache.
+    configuration or dtype is refused, one of equal configuration and other weights is not noticed.
     loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
     all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
     Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to rounding.
     """
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-    if cache is not None and state is not None:
-        raise KvjaxError("cache and state are two names of one argument; give one of them")
-    given = state if cache is None else cache
-    out = start(model, prompts, method, capacity=capacity, cache=given, **drawn, **ends).finish(max_new_tokens)
+    out = start(model, prompts, method, capacity=capacity, cache=cache, **drawn, **ends).finish(max_new_tokens)
     if method is not None:
         limits.warn_of_no_saving(method_of(method), out.bytes)
     return out

@@ -52,7 +52,7 @@ def read_packed(
 
 
 def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> Exact:
-    """`kvjax.read_exactly`, with short documents packed into rows."""
+    """`kvjax.reuse.read_exactly`, with short documents packed into rows."""
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents)

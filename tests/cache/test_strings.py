@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from kvjax import Method, compose, methods, name_of, parse, parse_many
+from kvjax import Method, compose, methods, name_of, parse
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, RECIPES, load_all
 from kvjax.methods.kcache import TopV
+from kvjax.methods.strings import split_many
 from kvjax.parts import recipe
 from kvjax.run.plan import bind
 from kvjax.testing import toy_model
@@ -23,7 +24,7 @@ def test_a_string_is_the_call():
     assert parse(" kcache : n=64 , device_layers=2 ") == methods.kcache(n=64, device_layers=2)
     assert parse("kcache:renormalise=true,granularity=kv") == methods.kcache(renormalise=True, granularity="kv")
     assert parse("kcache") == methods.kcache()
-    assert [name_of(m) for m in parse_many("full; kcache:n=64;")] == ["full", "kcache:n=64"]
+    assert split_many("full; kcache:n=64;") == ["full", "kcache:n=64"]
 
 
 def test_the_papers_defaults():
@@ -82,7 +83,7 @@ def test_a_wrong_string_names_the_nearest(text, says):
 
 def test_no_method_is_an_error():
     with pytest.raises(KvjaxError, match="no method in"):
-        parse_many(" ; ")
+        split_many(" ; ")
 
 
 def test_every_recipe_has_a_source_and_a_summary():

@@ -160,8 +160,6 @@ def test_a_foreign_cache_is_an_error_with_its_remedy(model):
             call(model, method="kcache:n=4")
     with pytest.raises(KvjaxError, match="a cache is what kvjax.prefill returns, got tuple"):
         kvjax.extend(model, [[1]], cache.layers)
-    with pytest.raises(KvjaxError, match="cache and state are two names of one argument"):
-        kvjax.generate(model, [[1]], cache=cache, state=cache)
 
 
 HALF = kvjax.random_model(toy_model(windows=(None, 5), layers=2).config, dtype="bfloat16")

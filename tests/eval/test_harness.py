@@ -76,7 +76,7 @@ def test_a_question_is_asked_of_the_contexts_state(name):
     _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=ROOM)
     for i, said in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
-        assert said == texts(kvjax.generate(MODEL, prompts, method, max_new_tokens=4, state=state).tokens)
+        assert said == texts(kvjax.generate(MODEL, prompts, method, max_new_tokens=4, cache=state).tokens)
     assert size.held["device"] > 0 and (size.held["pinned_host"] > 0) == method.traits.host
 
 
@@ -103,7 +103,7 @@ def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
     fed = [np.concatenate([answer, c.asks[1].prompt]) for c in TALKS]
     _, state = kvjax.prefill(MODEL, joined(TALKS, 0), method, capacity=ROOM)
     if not name.startswith("specache"):  # a guess of its own would stand beside the last token
-        assert replies[1] == kvjax.generate(MODEL, fed, method, max_new_tokens=4, state=state).tokens
+        assert replies[1] == kvjax.generate(MODEL, fed, method, max_new_tokens=4, cache=state).tokens
     marks = [[True] * 2 + [False] * (len(row) - 2) for row in fed]
     logits, _ = kvjax.extend(MODEL, fed, state, method, decoded=marks)
     likeliest = [int(x[len(row) - 1].argmax()) for x, row in zip(np.asarray(logits), fed, strict=True)]

@@ -19,7 +19,7 @@ from kvjax.testing import toy_model
 MODEL = toy_model(layers=2)
 RNG = np.random.default_rng(0)
 LENGTHS = (70, 23, 1)
-EXACT = kvjax.read_exactly(MODEL, [RNG.integers(0, 97, n).tolist() for n in LENGTHS])
+EXACT = kvjax.reuse.read_exactly(MODEL, [RNG.integers(0, 97, n).tolist() for n in LENGTHS])
 KEYS, VALUES = (32, 16), (9, 256)
 LEVELS = list(zip(KEYS, VALUES, strict=True))
 

@@ -29,7 +29,7 @@ def test_rows_hold_each_prompt_once():
 
 
 def test_keys_values_queries_and_logits_are_those_of_the_prompts():
-    one, other = pack_exactly(MODEL, DOCUMENTS), kvjax.read_exactly(MODEL, DOCUMENTS)
+    one, other = pack_exactly(MODEL, DOCUMENTS), kvjax.reuse.read_exactly(MODEL, DOCUMENTS)
     np.testing.assert_allclose(one.last, other.last, atol=1e-5)
     for mine, exact in zip(one.prompts, other.prompts, strict=True):
         for row, n in enumerate(map(len, DOCUMENTS)):

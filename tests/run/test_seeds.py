@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import KvjaxError, random_model, speculate
+import kvjax
+from kvjax import KvjaxError, random_model
 from kvjax.core.random import seeded
 from kvjax.testing import toy_model
 
@@ -32,4 +33,4 @@ def test_the_calls_that_take_seeds_use_them():
     with pytest.raises(KvjaxError, match="seed must be an integer"):
         random_model(toy_model().config, seed=-1)
     with pytest.raises(KvjaxError, match="seed must be an integer"):
-        speculate(toy_model(layers=1), [[1, 2]], "full", max_new_tokens=2, ahead=1, seed=2**64)
+        kvjax.speculative.speculate(toy_model(layers=1), [[1, 2]], "full", max_new_tokens=2, ahead=1, seed=2**64)

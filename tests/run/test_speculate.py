@@ -30,7 +30,7 @@ judge = jax.jit(acceptance.judge)
 
 
 def test_greedy_is_what_generate_gives():
-    out = kvjax.speculate(MODEL, PROMPTS, QUEST, ahead=3, **FREE)
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **FREE)
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
     assert out.finish_reasons == ["length"] * 3 and out.text is None and out.rows == 3
     assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
@@ -39,7 +39,7 @@ def test_greedy_is_what_generate_gives():
         assert drafted % 3 == 0 and 0 <= accepted + rounds - (len(tokens) - 1) <= 3  # too many in the last round only
     programs = []
     for ends in ((out.tokens[0][4], out.tokens[1][9]), (out.tokens[0][3], out.tokens[1][8])):
-        cut = kvjax.speculate(MODEL, PROMPTS, QUEST, ahead=3, **{**FREE, "eos_ids": ends})
+        cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **{**FREE, "eos_ids": ends})
         assert cut.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**FREE, "eos_ids": ends}).tokens
         assert cut.finish_reasons[:2] == ["stop"] * 2 and len(cut.tokens[0]) <= 5
         programs.append(len(ROUNDS._done))
@@ -48,7 +48,9 @@ def test_greedy_is_what_generate_gives():
 
 def test_another_model_drafts_from_a_shorter_text():
     drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
-    out = kvjax.speculate(MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE)
+    out = kvjax.speculative.speculate(
+        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE
+    )
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
     assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.values()) > 0
     assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
@@ -58,19 +60,19 @@ def test_two_devices_do_what_one_does():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
     spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
-    one, two = (kvjax.speculate(m, PROMPTS, QUEST, ahead=3, **FREE) for m in (MODEL, spread))
+    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, ahead=3, **FREE) for m in (MODEL, spread))
     assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
 
 
 def test_sampling_from_an_equal_draft_accepts_everything_and_is_what_generate_draws():
-    out = kvjax.speculate(MODEL, PROMPTS, "full", **DRAWN, seed=3)
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, "full", **DRAWN, seed=3)
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **DRAWN, seed=3).tokens
     assert out.acceptance == 1.0 and out.accepted == out.drafted == [16] * 3 and out.verifier_calls == 4
 
 
 def test_sampled_rows_depend_on_the_seed_and_on_no_neighbour():
-    def drawn(prompts, guide, **more) -> kvjax.Speculation:
-        return kvjax.speculate(MODEL, prompts, "full", draft_prompts=guide, **{**DRAWN, **more})
+    def drawn(prompts, guide, **more) -> kvjax.speculative.Speculation:
+        return kvjax.speculative.speculate(MODEL, prompts, "full", draft_prompts=guide, **{**DRAWN, **more})
 
     one = drawn(PROMPTS, OTHERS, seed=3)
     assert 0 < one.acceptance < 1 and len({*map(tuple, one.tokens)}) == 3
@@ -159,7 +161,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
 )
 def test_values_that_cannot_be_used_are_named(more, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.speculate(MODEL, PROMPTS, "full", **{**FREE, **more})
+        kvjax.speculative.speculate(MODEL, PROMPTS, "full", **{**FREE, **more})
 
 
 @pytest.mark.parametrize(
@@ -174,4 +176,4 @@ def test_values_that_cannot_be_used_are_named(more, says):
 )
 def test_a_method_that_cannot_go_back_is_refused(draft, method, says):
     with pytest.raises(IncompatibleMethod, match=says + ".*take one that only appends, .*'quest:budget=256'"):
-        kvjax.speculate(MODEL, PROMPTS, draft, method, **FREE)
+        kvjax.speculative.speculate(MODEL, PROMPTS, draft, method, **FREE)

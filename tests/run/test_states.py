@@ -98,7 +98,9 @@ def test_branches_and_joined_rows_are_the_rows(method):
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y)[[0, 0, 1, 1]])
         assert memory.kind(x) == memory.kind(y) and x.dtype == y.dtype
-    np.testing.assert_array_equal(kvjax.branch(context.cache, 2).length, kvjax.rows(context.cache, [0, 0, 1, 1]).length)
+    np.testing.assert_array_equal(
+        kvjax.cache_ops.branch(context.cache, 2).length, kvjax.cache_ops.rows(context.cache, [0, 0, 1, 1]).length
+    )
     again = branched.pick([0, 1]).join(branched.pick([2]), branched.pick([3]))
     pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (again, branched)), strict=True)
     for x, y in pairs:
@@ -116,7 +118,7 @@ def test_branches_and_joined_rows_are_the_rows(method):
         (lambda c: c.pick([3]), "the cache has rows 0..2"),
         (lambda c: c.pick([]), "a list of one number or more"),
         (lambda c: c.branch(0), "times must be an integer from 1 to 2147483647, got 0"),
-        (lambda c: kvjax.join([]), "no caches were given"),
+        (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
         (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per row and cache 0"),

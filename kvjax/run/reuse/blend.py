@@ -20,8 +20,8 @@ def blend(
 ) -> Exact:
     """Texts made of chunks that were read alone, and a question behind each, nearly as if each had been read whole.
 
-    chunks: `kvjax.read_exactly(model, texts)`, one chunk a row. order: for each text the chunks that it is made of.
-    questions: what follows them, always run in full. ratio: share of the chunks' tokens, rounded down, that is run
+    chunks: `kvjax.reuse.read_exactly(model, texts)`, one chunk a row. order: for each text the chunks that it is made
+    of. questions: what follows them, always run in full. ratio: share of the chunks' tokens, rounded down, that is run
     again (the public code: 0.16). layer: up to it all tokens are run, and in it those are chosen whose values deviate
     most, by the sum of squares over heads and channels (the public code: 1; the paper narrows the choice further in
     each layer, its code chooses once). `.under(method, capacity)` makes a context of what comes out.

@@ -97,7 +97,7 @@ def cut(read: Exact, lengths: Sequence[Sequence[int]]) -> Chunks:
     What is behind the last chunk, such as the question, is no chunk.
     """
     if read.ids is None or not read.prompts[0].q.shape[3]:
-        raise KvjaxError("chunks are cut from prompts with their tokens and queries; use kvjax.read_exactly")
+        raise KvjaxError("chunks are cut from prompts with their tokens and queries; use kvjax.reuse.read_exactly")
     if len(lengths) != len(read.ids):
         raise KvjaxError(f"{len(lengths)} lists of lengths for {len(read.ids)} prompts; give one per prompt")
     for i, (row, ids) in enumerate(zip(lengths, read.ids, strict=True)):

@@ -42,7 +42,7 @@ def lay(read: Exact, spans: Sequence[Span], order: Sequence[Sequence[int]], ques
     """Texts of the chunks of these numbers, in this order, and a question behind each."""
     asked = token_ids(read.model, questions)
     if read.ids is None:
-        raise KvjaxError("the tokens of these chunks are not known; read them with kvjax.read_exactly")
+        raise KvjaxError("the tokens of these chunks are not known; read them with kvjax.reuse.read_exactly")
     if len(order) != len(asked):
         raise KvjaxError(f"{len(order)} orders of chunks but {len(asked)} questions; give one question per text")
     for number in (number for row in order for number in row):

@@ -21,12 +21,12 @@ WHOLE = [[t for c in row for t in CHUNKS[c]] + q for row, q in zip(ORDER, QUESTI
 
 @pytest.fixture(scope="module")
 def chunks():
-    return kvjax.read_exactly(MODEL, CHUNKS)
+    return kvjax.reuse.read_exactly(MODEL, CHUNKS)
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return kvjax.read_exactly(MODEL, WHOLE)
+    return kvjax.reuse.read_exactly(MODEL, WHOLE)
 
 
 def held(exact, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ QUESTION = [5, 6, 7]
 @pytest.fixture(scope="module")
 def chunks():
     """Of two prompts: A B C and a question, D A."""
-    read = kvjax.read_exactly(MODEL, [[*A, *B, *C, *QUESTION], [*D, *A]])
+    read = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION], [*D, *A]])
     return cut(read, [[9, 14, 6], [11, 9]])
 
 
@@ -55,7 +55,7 @@ def test_overlap_by_hand():
 
 def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
     again = chunks.reuse([[0, 1, 2]], [QUESTION])
-    whole = kvjax.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
+    whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
     np.testing.assert_allclose(again.last, whole.last, atol=1e-5)
     assert chunks._marks([0, 1, 2], 1.0).sum() == 0
 
@@ -64,7 +64,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
     """Chunk 4 is A, once behind D; alpha is so large that all is run again of what has nothing of its old before it."""
     order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
     mended = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
-    whole = kvjax.read_exactly(MODEL, texts)
+    whole = kvjax.reuse.read_exactly(MODEL, texts)
     np.testing.assert_allclose(mended.last, whole.last, atol=1e-5)
     got, want = (e.under("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for e in (mended, whole))
     assert got == want
@@ -72,7 +72,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
 
 def test_more_tokens_come_nearer(chunks):
     """Of the chunk in a new place those tokens are run that looked back most; what is not run stays as it was."""
-    whole = np.asarray(kvjax.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
+    whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
     far, near = (
         np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=a).last) - whole).max() for a in (0.0, 100.0)
     )

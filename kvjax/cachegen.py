@@ -1,0 +1,7 @@
+"""Exact keys and values in a small file, in few levels and entropy-coded, and back (CacheGen)."""
+
+from __future__ import annotations
+
+from kvjax.run.cachegen import read, write
+
+__all__ = ["read", "write"]

@@ -1,0 +1,7 @@
+"""Speculative decoding: a draft under a cheaper cache, a shortened context or another model, and a verifier."""
+
+from __future__ import annotations
+
+from kvjax.run.speculate import Speculation, speculate
+
+__all__ = ["Speculation", "speculate"]
