@@ -157,7 +157,8 @@ class Context:
     def crop(self, lengths: int | Sequence[int]) -> Context:
         """The context with only the first so many tokens of each row, exactly.
 
-        `kvjax.cache_ops.crop` says for which methods. What comes next is known only when something is fed: `ask` does it, and `feed`.
+        `kvjax.cache_ops.crop` says for which methods. What comes next is known only when something is fed: `ask` does
+        it, and `feed`.
         """
         return self._before_feeding(states.crop(self.cache, lengths))
 
