@@ -59,7 +59,7 @@ define install
 	echo "kvjax needs Python >= 3.11 with its venv module, and found none$(if $(PYTHON), in $(PYTHON))." >&2; \
 	echo "Install one (Debian, Ubuntu: apt-get install python3.12-venv), or name one: make PYTHON=/path/to/python" >&2; \
 	exit 1; }
-@echo "installing into $(VENV), $(2)"
+@echo "installing into $(VENV), $(2); pip says nothing while it unpacks what it has fetched"
 @$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
 @$(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[$(1)]"
 endef
