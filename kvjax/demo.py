@@ -107,31 +107,34 @@ def table(rows: Sequence[Row], asked: Exam, model: str, width: int = 80, explain
         **look,
     )
     same = "= full" if rows[0].method == "full" else "= first"
-    heads = ["right", same, "KiB", "of full", "bf16"]
-    heads += ["host"] if any(r.host_bytes for r in rows) else []
-    heads += ["tokens/s"] if any(r.tokens_per_second for r in rows) else []
+    gap = "\n" if width < WIDE else " "
+    cells = {
+        "right": [f"{r.recall:.0%}" for r in rows],
+        same: [f"{r.agreement:.1%}" for r in rows],
+        "KiB": [f"{r.device_bytes / 1024:,.0f}" for r in rows],
+        "of full": [f"{r.fraction_of_full:.1%}" for r in rows],
+        "bf16": [f"{r.bfloat16_fraction:.1%}" for r in rows],
+        "host": [f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "" for r in rows],
+        "tokens/s": [_rates(r, gap) for r in rows],
+    }
+    columns = {head: column for head, column in cells.items() if any(column)}
+    lines = ([head, *"\n".join(column).split("\n")] for head, column in columns.items())
+    room = width - 2 - sum(2 + max(map(len, column)) for column in lines)  # two spaces after each column, and the edges
     t.add_column("method", overflow="fold")
-    for name in heads:
-        t.add_column(name, justify="right", no_wrap=True)
-    for r in rows:
-        cells = {
-            "right": f"{r.recall:.0%}",
-            same: f"{r.agreement:.1%}",
-            "KiB": f"{r.device_bytes / 1024:,.0f}",
-            "of full": f"{r.fraction_of_full:.1%}",
-            "bf16": f"{r.bfloat16_fraction:.1%}",
-            "host": f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "",
-            "tokens/s": _rates(r, "\n" if width < WIDE else " "),
-        }
-        name = _folded(r.method, 18 if "host" in heads else 26) if width < WIDE else r.method
-        t.add_row(escape(name), *(cells[head] for head in heads))
+    for head in columns:
+        t.add_column(head, justify="right", no_wrap=True)
+    for r, *numbers in zip(rows, *columns.values(), strict=True):
+        t.add_row(escape(r.method if width >= WIDE else _folded(r.method, room)), *numbers)
     return t
 
 
 def _folded(name: str, most: int) -> str:
     """A method's name on several lines: one for each part, and more for parts of more than so many characters."""
-    parts = [part if len(part) <= most else part.replace(",", ",\n  ") for part in name.split(" + ")]
-    return "\n+ ".join(parts)
+    parts = name.replace(" + ", "\n+ ").split("\n")
+    for i, part in enumerate(parts):
+        mark = "," if "," in part else ":"
+        parts[i] = part if len(part) <= most else part.replace(mark, f"{mark}\n  ")
+    return "\n".join(parts)
 
 
 def _rates(row: Row, gap: str) -> str:

@@ -153,10 +153,19 @@ def test_the_table_fits_and_names_the_dtype(width):
     assert "of the exact cache's bytes, both in float32; bf16: the same, both in bfloat16" in text
 
 
-def test_a_narrow_table_folds_names_between_their_parts():
-    long = dataclasses.replace(ROW, method="snapkv:budget=512 + kivi:bits=1,residual=64", host_bytes=1)
-    names = [line.split("  ")[0].strip() for line in printed([long], 80)]
-    assert "snapkv:budget=512" in names and "+ kivi:bits=1," in names
+@pytest.mark.parametrize("host", [0, 4_325_376])
+def test_a_narrow_table_folds_names_between_their_parts(host):
+    rates = (2_345.0, 3_456.0, 1_111.0)
+    rows = [
+        dataclasses.replace(ROW, method=name, host_bytes=host, device_bytes=4_359_188, tokens_per_second=rates)
+        for name in (*demo.METHODS, *demo.ALL_METHODS)
+    ]
+    console = Console(width=80, file=io.StringIO())
+    names = demo.table(rows, asked(), "testbed", 80).columns[0]
+    width = max(len(line) for cell in names.cells for line in cell.splitlines())
+    console.print(demo.table(rows, asked(), "testbed", 80))
+    text = console.file.getvalue()
+    assert all(line in text for cell in names.cells for line in cell.splitlines()) and 17 <= width <= 23
 
 
 def test_a_first_method_other_than_full_is_no_full():
