@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pkgutil
 import re
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.models.chat import ChatTemplate
 from kvjax.testing import toy_model
-from tests.test_documents import BLOCK
+from tests.documents import run_page
 from tests.test_public_eviction import METHODS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text(encoding="utf-8")
@@ -99,16 +97,8 @@ def test_what_a_window_over_all_layers_hides_can_be_dropped():
 
 
 def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_catalogue):
-    """A toy model stands for those that are loaded, and a line for the chat template."""
-    shipped = kvjax.load("testbed")
-    toy = toy_model(layers=4, head_dim=32, vocab_size=shipped.config.vocab_size)
-    template = ChatTemplate("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
-    model = dataclasses.replace(toy, tokenizer=shipped.tokenizer, chat_template=template)
-    monkeypatch.setattr(kvjax, "load", lambda name: model)
-    monkeypatch.chdir(tmp_path)
-    values: dict = {"__name__": "document"}
-    for code in BLOCK.findall(PAGE):
-        exec(compile(code, "document", "exec", dont_inherit=True), values)
+    """A toy model stands for those that are loaded, with a chat template."""
+    values = run_page("docs/coming_from.md", monkeypatch, tmp_path)
     length = int(values["context"].cache.length[0])
     kept = [[len(heads[0]) for heads in layer] for layer in values["quarter"].kept_positions()]
     assert kept == [[length // 4]] * 4

@@ -1,9 +1,8 @@
-"""The code in README and CONTRIBUTING runs as it stands there."""
+"""The code in README, CONTRIBUTING and docs/ runs as it stands there, and prints what the pages show."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,38 +10,70 @@ import kvjax
 from experiments import field_page, method_pages
 from kvjax.methods.catalogue import RECIPES, load_all
 from kvjax.testing import toy_model
+from tests.documents import ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
 
-ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-WRITTEN = {
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+)
+RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
+"""Pages whose own tests run them, and look at what the blocks define."""
+
+OWN_METHODS = {
     "value_norm": "value_norm:budget=8 + kvcrush + kivi:bits=4,group=4,residual=4",
     "last_tokens": "last_tokens:recent=6 + offload",
     "half": "half + kcache:n=4",
 }
+README_NAMES = {"long_text": "import os\n" * 200, "ids": [[1, 2, 3]], "more_ids": [[4]], "method": "int8"}
+"""What README's blocks use and no block of it defines."""
 
 
-def blocks(page: str) -> list[str]:
-    return BLOCK.findall((ROOT / page).read_text())
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_catalogue):
+    if not any(block.language in ("python", "sh") for block in code_blocks(page)):
+        return
+    run_page(page, monkeypatch, tmp_path, **(README_NAMES if page == "README.md" else {}))
+
+
+def test_every_page_with_code_is_run():
+    with_code = {page for page in PAGES if python_code(page)}
+    assert with_code >= {"README.md", "docs/writing_a_method.md", "docs/generation.md", *RUN_ELSEWHERE}
 
 
 @pytest.mark.parametrize(
-    "code", [b for page in ("README.md", "CONTRIBUTING.md") for b in blocks(page) if "@recipe" in b]
+    ("command", "says"),
+    [
+        ("kvjax eval --metod full", "unrecognized arguments: --metod"),
+        ("kvjax generate --prompt x --method snapvk", "unknown method 'snapvk'"),
+        ("kvjax eval --methods 'full; snapkv:buget=3'", "buget"),
+        ("python -m experiments.bench.wishful", "no module experiments.bench.wishful"),
+        ("make wishful", "make wishful"),
+    ],
+)
+def test_a_command_that_cannot_work_is_found(command, says):
+    (words,) = commands(command)
+    with pytest.raises((AssertionError, pytest.fail.Exception, kvjax.KvjaxError), match=re.escape(says)):
+        check_command(words)
+
+
+def test_an_output_that_differs_is_found():
+    compare_output("1 of ... tokens\n", "1 of 20 tokens  \n", "a page")
+    with pytest.raises(AssertionError, match="the page shows"):
+        compare_output("1 of ... tokens\n", "2 of 20 tokens\n", "a page")
+
+
+@pytest.mark.parametrize(
+    "code", [b for page in ("README.md", "docs/writing_a_method.md") for b in python_code(page) if "@recipe" in b]
 )
 def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
     before = set(RECIPES)
     exec(compile(code, "document", "exec", dont_inherit=True), {"__name__": "document"})
     (name,) = set(RECIPES) - before
     model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
-    for method in (name, WRITTEN[name]):
+    for method in (name, OWN_METHODS[name]):
         together = kvjax.generate(model, prompts, method, max_new_tokens=4).tokens
         assert together[1] == kvjax.generate(model, prompts[1:], method, max_new_tokens=4).tokens[0]
-
-
-def test_the_first_steps_of_the_readme(tmp_path):
-    (code,) = [b for b in blocks("README.md") if 'kvjax.load("testbed")' in b]
-    values = {"long_text": "import os\n" * 40}
-    exec(compile(code, "document", "exec", dont_inherit=True), values)
-    assert values["out"].tokens_per_second > 0 and values["context"].bytes.total["pinned_host"] > 0
 
 
 def test_the_pages_of_the_methods_are_those_of_the_code():
