@@ -81,7 +81,7 @@ def kvjax_arguments(words: list[str]) -> list[str] | None:
 
 
 def check_command(words: list[str]) -> None:
-    """Fails for a command that cannot work: a slip in kvjax's arguments, a missing module, an unknown target of make."""
+    """Fails for a command that cannot work: wrong arguments of kvjax, a missing module, an unknown target of make."""
     given = kvjax_arguments(words)
     if given is not None:
         errors = io.StringIO()
@@ -119,7 +119,7 @@ def named_model(name: str, dtype: Any = None) -> Model:
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values: Any) -> dict[str, Any]:
     """Runs a page's Python blocks, and those commands of kvjax whose output it shows; checks the other commands.
 
-    A block with a title is saved as that file. Outputs are compared as doctest does, where "..." stands for what varies.
+    A block with a title is saved as that file. Outputs are compared as doctest does: "..." matches anything.
     Returns the names that the blocks have defined.
     """
     blocks = code_blocks(page)
