@@ -10,13 +10,13 @@ import kvjax
 from experiments import field_page, method_pages
 from kvjax.methods.catalogue import RECIPES, load_all
 from kvjax.testing import toy_model
-from tests.documents import ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
+from tests.documents import FENCE, ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
 
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
-)
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "experiments/README.md")
+GENERATED = re.compile(r"composition|field|equal_bytes.*")
+SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if not GENERATED.fullmatch(path.stem))
+"""The pages of the site that are written by hand."""
+PAGES = [page for page in (*DOCUMENTS, *SITE) if any(block.language in ("python", "sh") for block in code_blocks(page))]
 RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
 """Pages whose own tests run them, and look at what the blocks define."""
 
@@ -31,14 +31,25 @@ README_NAMES = {"long_text": "import os\n" * 200, "ids": [[1, 2, 3]], "more_ids"
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
 def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_catalogue):
-    if not any(block.language in ("python", "sh") for block in code_blocks(page)):
-        return
     run_page(page, monkeypatch, tmp_path, **(README_NAMES if page == "README.md" else {}))
 
 
 def test_every_page_with_code_is_run():
     with_code = {page for page in PAGES if python_code(page)}
     assert with_code >= {"README.md", "docs/writing_a_method.md", "docs/generation.md", *RUN_ELSEWHERE}
+
+
+@pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
+def test_methods_in_the_text_of_a_page_can_be_used(page, clean_catalogue):
+    """In line, `snapkv:budget=25%` is a method if its first word is the name of one; so is `kvjax ...` a command."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    names = "|".join(load_all())
+    for code in re.findall(rf"`((?:{names})(?::[^`]*| [+] [^`]*))`", text):
+        if "FILE" not in code and "DIR" not in code and ".." not in code:
+            kvjax.parse(code)
+    for code in re.findall(r"`(kvjax [a-z]+ [^`]+)`", text):
+        if ".." not in code:
+            check_command(*commands(code))
 
 
 @pytest.mark.parametrize(
