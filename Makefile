@@ -4,7 +4,7 @@
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make experiments   the small form of every table and figure of the papers, into experiments/results
 # make docs    the site, into site/           make dist      the wheel and the source distribution, into dist/
-# make check   lint and format check     make format                  repair what can be repaired
+# make check   lint, format and types      make format                  repair what can be repaired
 # Each creates .venv first, and again when pyproject.toml or constraints.txt changed; `make demo` installs only what the
 # demo needs, and the others what is missing then.
 #   PYTHON=/path/to/python   the Python to use (default: the newest of 3.12, 3.11 and python3)
@@ -45,6 +45,7 @@ dist: $(STAMP)
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m tests.typecheck
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

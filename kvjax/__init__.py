@@ -25,6 +25,7 @@ from kvjax.run.context import Context, read, resume
 from kvjax.run.generate import generate, stream, stream_text
 from kvjax.run.planned import planned_bytes
 from kvjax.run.result import Result
+from kvjax.run.sampling import SamplingParams
 
 if TYPE_CHECKING:  # what `__getattr__` below gives
     from kvjax import cache_ops as cache_ops
@@ -48,6 +49,7 @@ __all__ = [
     "Method",
     "Model",
     "Result",
+    "SamplingParams",
     "chat",
     "compose",
     "extend",

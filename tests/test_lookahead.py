@@ -15,7 +15,7 @@ from kvjax.core import memory
 from kvjax.core.types import Block, KvjaxError
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.plan import bind
-from kvjax.run.sampling import sampler
+from kvjax.run.sampling import SamplingParams
 from kvjax.testing import full_copies, toy_model
 
 loop = importlib.import_module("kvjax.run.loop")
@@ -31,7 +31,7 @@ def model():
 
 def start(model, method, temperature=0.0, length=12):
     """A carry after the look-ahead, its sampler and its setting."""
-    s = sampler(temperature, None, None, None)
+    s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
     carry = loop.begin(last, cache, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, length)
     setting = Setting(model.config)

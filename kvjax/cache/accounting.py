@@ -77,7 +77,7 @@ class CacheBytes:
 
 def array_bytes(tree: Any) -> dict[str, int]:
     """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
-    total = dict.fromkeys(KINDS, 0)
+    total: dict[str, int] = dict.fromkeys(KINDS, 0)
     for x in jax.tree.leaves(tree):
         total[memory.kind(x)] += x.size * x.dtype.itemsize
     return total
@@ -96,11 +96,11 @@ def state_bytes(cache: Cache) -> CacheBytes:
       KvjaxError: the cache was used up by an answer that did not copy it.
     """
     cache.check_whole()
-    total, empty = array_bytes(cache), dict.fromkeys(KINDS, 0)
+    total, empty = array_bytes(cache), array_bytes(())
     for layer, state in zip(cache.plan, cache.layers, strict=True):
         # A layer that is no `kvjax.Method` need not tell: all its arrays then count as held.
-        if hasattr(layer, "empty_bytes"):
-            for kind, size in layer.empty_bytes(state, cache.dtype).items():
+        if tell := getattr(layer, "empty_bytes", None):
+            for kind, size in tell(state, cache.dtype).items():
                 empty[kind] += size
     held = {kind: total[kind] - empty[kind] for kind in KINDS}
     full = full_bytes(cache.config, np.asarray(cache.length).tolist(), cache.dtype)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvjax.cache.contract import KVMethod
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, SlotTaken
 
 
-def compose(a: Method, b: Method) -> Method:
+def compose(a: KVMethod, b: KVMethod) -> Method:
     """A method that fills the slots of both; raises IncompatibleMethod when both fill the same slot differently.
 
     A codec and a placement combine (`Host(Plain())` with an `x` on the device is `Host(x)`).

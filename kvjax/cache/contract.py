@@ -104,13 +104,18 @@ class Traits:
 class Layer(Protocol):
     """A method bound to one layer: frozen and hashable. Its state is any pytree, returned and never assigned to."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the decoder; a field will do."""
+        ...
 
     def slots(self, prompt: int, room: int) -> int:
         """Slots for a row whose prompt has so many tokens, with room for so many more."""
+        ...
 
     def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
         """The state after a prompt: block [B K T H], rows left-aligned, of which `slots` slots have to be held."""
+        ...
 
     def extend(self, state: Any, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Any, Any]:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
@@ -120,9 +125,11 @@ class Layer(Protocol):
         from a layer to the one that it is a pair with, which hands nothing up. Returns (out f32[B K G T H], the state,
         the carry for the layer above).
         """
+        ...
 
     def positions(self, state: Any) -> Array:
         """i32[B 1|K S]: the positions of the tokens that the state holds, -1 where there is none."""
+        ...
 
 
 class MeasuredLayer(Layer, Protocol):
@@ -130,12 +137,15 @@ class MeasuredLayer(Layer, Protocol):
 
     def measure(self, block: Block, seen: Obs | None) -> Array:
         """f32[B]: what the shares are made of, from this layer's prompt."""
+        ...
 
     def shares(self, measures: Array, lengths: Array) -> Array:
         """Measures of all layers f32[L B], lengths of the prompts i32[B] -> tokens that each layer keeps, i32[L B]."""
+        ...
 
     def holding(self, kept: int, room: int) -> int:
         """Slots for so many prompt tokens that stay, with room for so many more."""
+        ...
 
 
 class ProbedLayer(Layer, Protocol):
@@ -148,15 +158,20 @@ class ProbedLayer(Layer, Protocol):
         what else the method asked for, of it. fresh: the repetition's own keys and values. before: what earlier pieces
         gave, 0 at first.
         """
+        ...
 
 
 class KVMethod(Protocol):
     """A KV-cache method: frozen and hashable, without arrays."""
 
-    traits: Traits
+    @property
+    def traits(self) -> Traits:
+        """What reports may say of it; a field will do."""
+        ...
 
     def bind(self, spec: LayerSpec) -> Layer:
         """The method in one layer; raises KvjaxError for a model that it cannot serve."""
+        ...
 
 
 @pytree
@@ -242,7 +257,7 @@ def _without_place(x: Any) -> Any:
     if type(x) is tuple:
         parts = tuple(map(_without_place, x))
         return parts if any(new is not old for new, old in zip(parts, x, strict=True)) else x
-    if not dataclasses.is_dataclass(x):
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
         return x
     old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
     new = {name: _without_place(value) for name, value in old.items()}

@@ -231,7 +231,7 @@ def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
     return memory.to_host(buffer) if other.host else buffer
 
 
-def as_rows(layer: Layer, state: Any, which: Array) -> Any:
+def as_rows(layer: Layer | None, state: Any, which: Array | np.ndarray) -> Any:
     """Rows which i32[n] of a state, each as often as it is named; a layer with shared parts has a member for it."""
     own = getattr(layer, "rows", None)
     if own is not None:
@@ -239,7 +239,7 @@ def as_rows(layer: Layer, state: Any, which: Array) -> Any:
     return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
 
 
-def as_one(layer: Layer, states: list[Any]) -> Any:
+def as_one(layer: Layer | None, states: list[Any]) -> Any:
     """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
     own = getattr(layer, "joined", None)
     if own is not None:

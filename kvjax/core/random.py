@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,16 @@ def seeded(seed: int) -> Array:
 
     Raises KvjaxError for anything else.
     """
-    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise KvjaxError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.60}")
-    high, low = divmod(int(seed), 2**32)
+    high, low = divmod(checked_seed(seed), 2**32)
     key = jax.random.key(np.uint32(low))
     return jax.random.fold_in(key, np.uint32(high)) if high else key
+
+
+def checked_seed(seed: Any) -> int:
+    """A seed as an int; raises KvjaxError unless it is an integer of up to 64 bits."""
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise KvjaxError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.60}")
+    return int(seed)
 
 
 def draw(seed: int, *index: Array) -> Array:

@@ -13,15 +13,18 @@ token in a slot, -1 when the slot is empty; its K axis may be 1 when all heads h
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
 
+T = TypeVar("T")
 
-def pytree(cls):
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree(cls: type[T]) -> type[T]:
     """Frozen dataclass registered as a pytree; fields marked `static` are structure, not leaves."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 

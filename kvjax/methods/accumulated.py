@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
@@ -23,7 +23,7 @@ from kvjax.methods.trial import Trial, selected
     family="eviction after the prompt",
 )
 def accumulated(
-    budget: Tokens = 1024,
+    budget: TokenBudget = 1024,
     recent: int = 8,
     normalise: str = "none",
     decay: float = 1.0,

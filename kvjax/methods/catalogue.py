@@ -10,7 +10,7 @@ import numbers
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import kvjax.methods
 from kvjax.core.types import KvjaxError
@@ -71,6 +71,9 @@ FAMILIES = {
 
 OWN_FAMILY = "your own"
 
+P = ParamSpec("P")
+M = TypeVar("M")  # a method: `Method`, or what implements the contract itself
+
 LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer
 
 RECIPES: dict[str, Recipe] = {}
@@ -84,19 +87,19 @@ def recipe(
     example: str = "",
     sized_by: str = "",
     family: str = OWN_FAMILY,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[P, M]], Callable[P, M]]:
     """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
     if not isinstance(source, str):
         raise KvjaxError('a recipe says where its method comes from: @recipe("an idea of mine")')
     if family not in (*FAMILIES, OWN_FAMILY):
         raise KvjaxError(f"no family {family!r} of methods; leave it out, or take one of {', '.join(FAMILIES)}")
 
-    def register(make: Callable[..., Any]) -> Callable[..., Any]:
+    def register(make: Callable[P, M]) -> Callable[P, M]:
         signature = inspect.signature(make, eval_str=True)
         _check_recipe(make, signature)
 
         @functools.wraps(make)
-        def named(*args: Any, **kwargs: Any) -> Any:
+        def named(*args: P.args, **kwargs: P.kwargs) -> M:
             given = signature.bind(*args, **kwargs).arguments
             for key, value in given.items():
                 _check_number(make.__name__, signature.parameters[key], value)
@@ -104,7 +107,7 @@ def recipe(
             method = make(*args, **kwargs)
             if not hasattr(method, "recipe"):
                 raise KvjaxError(f"the recipe {make.__name__} must return a method, and returned {method!r:.60}")
-            return dataclasses.replace(method, recipe=make.__name__ + (f":{text}" if text else ""))
+            return dataclasses.replace(cast(Any, method), recipe=make.__name__ + (f":{text}" if text else ""))
 
         name = make.__name__
         RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by, family)
@@ -152,7 +155,9 @@ def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None
     if kind is not object and (not isinstance(value, kind) or isinstance(value, bool) or value != value):
         said = f"{parameter.annotation.__name__}, got {value!r:.60} (default {parameter.default})"
         raise KvjaxError(f"{name} is {said}")
-    if isinstance(value, numbers.Real) and abs(value) > LARGEST:  # also of what is a number or something else
+    if (
+        isinstance(value, numbers.Real) and abs(cast(float, value)) > LARGEST
+    ):  # also of what is a number or something else
         raise KvjaxError(f"{name} must be at most {LARGEST:,}, got {value!r:.60}; no text is so long")
 
 

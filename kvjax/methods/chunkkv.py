@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Window
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
@@ -24,7 +24,7 @@ from kvjax.methods.trial import Trial, selected
     example="chunkkv:budget=512",
     family="eviction after the prompt",
 )
-def chunkkv(budget: Tokens = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
+def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
     """After the prompt a layer keeps its window and the chunks that the window's queries attend to most.
 
     budget: prompt tokens kept per layer, the window included; only whole chunks are added to it, so a few places may

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
@@ -62,7 +62,7 @@ class Cur(Scorer):
     family="eviction after the prompt",
 )
 def cur(
-    budget: Tokens = 1024,
+    budget: TokenBudget = 1024,
     window: int = 16,
     leverage: str = "product",
     sinks: int = 4,

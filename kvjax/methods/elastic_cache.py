@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.decode.policy import Policy, at_least
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.merge import arriving, lost_tokens, mixed
 from kvjax.cache.select.scorers import Accumulated
 from kvjax.cache.select.select import Choice, selecting
@@ -108,7 +108,7 @@ class FixedPoint(Policy):
     example="elastic_cache:budget=512",
     family="merging",
 )
-def elastic_cache(budget: Tokens = 1024, sinks: int = 1, distance: int = 25) -> Method:
+def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25) -> Method:
     """A layer keeps its most attended prompt tokens, averages the others into them, and stays at its size.
 
     budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt. sinks: the

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.merge import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, in_window
@@ -105,7 +105,9 @@ def _norms(keys: Array) -> Array:
     example="ems:budget=512",
     family="merging",
 )
-def ems(budget: Tokens = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0) -> Method:
+def ems(
+    budget: TokenBudget = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0
+) -> Method:
     """Each head keeps its best tokens by global and local attention, merges the next best, and evicts the rest.
 
     budget: prompt tokens kept per head, the window included (256 in the paper's main table). window: the last queries,

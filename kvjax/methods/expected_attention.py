@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads
 from kvjax.cache.select.select import selecting
@@ -97,7 +97,7 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
     family="eviction after the prompt",
 )
 def expected_attention(
-    budget: Tokens = 1024,
+    budget: TokenBudget = 1024,
     sinks: int = 4,
     future: int = 512,
     covariance: bool = True,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
@@ -46,7 +46,9 @@ def _unit(x: Array) -> Array:
     example="keydiff:budget=512",
     family="eviction after the prompt",
 )
-def keydiff(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+def keydiff(
+    budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+) -> Method:
     """After the prompt each head keeps the tokens whose keys differ most from the mean key; it sees no queries.
 
     budget, unit, per as in `snapkv`. With 'keydiff + recompress:every=1' it chooses again at every step.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
@@ -32,6 +32,8 @@ class KeyNorm(Scorer):
     example="keynorm:budget=512,sinks=4,recent=64",
     family="eviction after the prompt",
 )
-def keynorm(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head") -> Method:
+def keynorm(
+    budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+) -> Method:
     """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
     return Method(select=selecting(KeyNorm(), budget, sinks, recent, unit, per))

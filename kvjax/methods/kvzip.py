@@ -10,7 +10,7 @@ from jax import lax
 from kvjax.cache.contract import LayerSpec, Probe
 from kvjax.cache.method import Method
 from kvjax.cache.read.reader import cut
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.attention import NEG, scores, visible, weights
@@ -113,7 +113,7 @@ def _inverse_norms(seen: Obs) -> Array:
     example="kvzip:budget=512",
     family="eviction after the prompt",
 )
-def kvzip(budget: Tokens = 1024, chunk: int = 2048, lead: int = 8, sinks: int = 4, plus: bool = False) -> Method:
+def kvzip(budget: TokenBudget = 1024, chunk: int = 2048, lead: int = 8, sinks: int = 4, plus: bool = False) -> Method:
     """After the prompt each head keeps what the model needs to repeat it, whatever will be asked later.
 
     budget: prompt tokens kept per layer and key/value head. chunk, lead: the prompt is repeated in pieces of so many

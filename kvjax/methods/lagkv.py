@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.cache.select.units import by_unit
@@ -79,7 +79,12 @@ def _spread(x: Array) -> Array:
     family="eviction after the prompt",
 )
 def lagkv(
-    budget: Tokens = 1024, lag: int = 128, sinks: int = 4, cross: bool = False, unit: str = "token", per: str = "head"
+    budget: TokenBudget = 1024,
+    lag: int = 128,
+    sinks: int = 4,
+    cross: bool = False,
+    unit: str = "token",
+    per: str = "head",
 ) -> Method:
     """After the prompt each head keeps the tokens that stand out from those that follow; it sees no queries.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.retaining import RetainingHeads, by_head, retained
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
@@ -50,7 +50,7 @@ class Retaining(Scorer):
     family="eviction after the prompt",
 )
 def locret(
-    budget: Tokens = 6100,
+    budget: TokenBudget = 6100,
     recent: int = 100,
     sinks: int = 0,
     unit: str = "token",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.merge import Lost, arriving, mixed, nearest
 from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, below_others, by_heads
 from kvjax.cache.select.select import Choice, selecting
@@ -94,7 +94,9 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
     example="lookm:budget=512,recent=256",
     family="merging",
 )
-def lookm(budget: Tokens = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = "") -> Method:
+def lookm(
+    budget: TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
+) -> Method:
     """Heavy hitters and recent tokens stay, text before images; what leaves is merged into the nearest of them.
 
     budget, recent, sinks: prompt tokens that each head keeps, and the last and first among them that always stay (the

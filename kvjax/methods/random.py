@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.mesh import over_heads
@@ -40,6 +40,6 @@ class Random(Scorer):
     example="random:budget=512,sinks=4,recent=64",
     family="eviction after the prompt",
 )
-def random(budget: Tokens = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
+def random(budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
     """After the prompt each head keeps tokens drawn by seed, head and position."""
     return Method(select=selecting(Random(seed), budget, sinks, recent, unit, "head"))

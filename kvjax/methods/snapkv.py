@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.select import selecting
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
@@ -21,7 +21,7 @@ from kvjax.methods.trial import Trial, selected
     family="eviction after the prompt",
 )
 def snapkv(
-    budget: Tokens = 1024,
+    budget: TokenBudget = 1024,
     window: int = 32,
     kernel: int = 7,
     pool: str = "max",

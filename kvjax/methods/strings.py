@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvjax.cache import compose as slots
 from kvjax.cache.contract import KVMethod
@@ -30,12 +30,12 @@ def parse(text: str) -> Method:
     return compose(*(load_all()[name].make(**given) for name, given in _calls(text)))
 
 
-def compose(first: str | Method, *others: str | Method) -> Method:
+def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
     """A method that fills the slots of all of these, values or strings, from left to right.
 
     Raises IncompatibleMethod when two fill the same slot differently. A codec and a placement combine, in any order.
     """
-    return functools.reduce(slots.compose, map(method_of, (first, *others)))
+    return cast(Method, functools.reduce(slots.compose, map(method_of, (first, *others))))
 
 
 def parts_of(method: str | KVMethod) -> tuple[Part, ...]:
@@ -82,7 +82,8 @@ def split_many(text: str) -> list[str]:
 def named(methods: Methods) -> dict[str, KVMethod]:
     """Methods by the names that reports give them, each once: strings as they were written, values by `name_of`."""
     found: dict[str, KVMethod] = {}
-    for one in [methods] if isinstance(methods, str) or hasattr(methods, "bind") else methods:
+    several = [methods] if isinstance(methods, str) or hasattr(methods, "bind") else methods
+    for one in cast(Sequence[str | KVMethod], several):
         if isinstance(one, str):
             found |= {text: parse(text) for text in split_many(one)}
         else:

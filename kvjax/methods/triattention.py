@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Tokens
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads
 from kvjax.cache.select.select import selecting
@@ -87,7 +87,7 @@ def standardised(x: Array, counted: Array) -> Array:
     family="eviction after the prompt",
 )
 def triattention(
-    budget: Tokens = 2048,
+    budget: TokenBudget = 2048,
     recent: int = 128,
     furthest: int = 65536,
     normalise: bool = True,

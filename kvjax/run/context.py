@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +23,11 @@ from kvjax.run import calls, limits, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, decoding
+from kvjax.run.options import AnswerOptions, DecodingOptions
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.result import Result, joined
-from kvjax.run.sampling import sampler
+from kvjax.run.sampling import SamplingParams, chosen_sampling
 from kvjax.run.stops import Stop
 
 ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
@@ -84,12 +86,13 @@ class Context:
         self,
         *,
         max_new_tokens: int = 64,
-        temperature: float = 0.0,
+        sampling: SamplingParams | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        seed: int = 0,
-        eos_ids: tuple[int, ...] | None = None,
+        seed: int | None = None,
+        eos_ids: Sequence[int] | int | None = None,
         stop: Stop = (),
         loop: str | None = None,
         first_row: int = 0,
@@ -104,15 +107,25 @@ class Context:
         arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
-        how = sampler(temperature, top_k, top_p, min_p)
-        more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-        return decoding(self.model, self.last, self.cache, how, **more, first_row=first_row, keep=not use_up)
+        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        return decoding(
+            self.model,
+            self.last,
+            self.cache,
+            params,
+            max_new_tokens=max_new_tokens,
+            eos_ids=eos_ids,
+            stop=stop,
+            loop=loop,
+            first_row=first_row,
+            keep=not use_up,
+        )
 
-    def generate(self, *, max_new_tokens: int = 64, **options) -> Result:
+    def generate(self, *, max_new_tokens: int = 64, **options: Unpack[AnswerOptions]) -> Result:
         """What comes next in each row; options as in `start`."""
         return self.start(max_new_tokens=max_new_tokens, **options).finish(max_new_tokens)
 
-    def stream(self, *, max_new_tokens: int = 64, **options) -> Iterator[list[int | None]]:
+    def stream(self, *, max_new_tokens: int = 64, **options: Unpack[AnswerOptions]) -> Iterator[list[int | None]]:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
         return self.start(max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
 
@@ -123,7 +136,7 @@ class Context:
         max_new_tokens: int = 64,
         width: int | None = None,
         first_row: int = 0,
-        **options,
+        **options: Unpack[DecodingOptions],
     ) -> Result:
         """The answer to one question per row, asked as if it were the first; options as in `start`.
 
@@ -131,11 +144,13 @@ class Context:
         as the rows of a batch would.
         """
         ids = token_ids(self.model, questions)
-        options |= {"max_new_tokens": max_new_tokens}
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
-            return joined([self.ask([q], width=width, first_row=i, **options) for i, q in each])
-        return self.feed(ids, width=width).generate(first_row=first_row, use_up=True, **options)
+            return joined(
+                [self.ask([q], max_new_tokens=max_new_tokens, width=width, first_row=i, **options) for i, q in each]
+            )
+        fed = self.feed(ids, width=width)
+        return fed.generate(max_new_tokens=max_new_tokens, first_row=first_row, use_up=True, **options)
 
     def score(
         self,

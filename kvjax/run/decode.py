@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses
 from kvjax.run.loop import BEGIN, BEGIN_BESIDE, FIXED, LOOK_AHEAD, UNTIL, ByLayer, Carry
 from kvjax.run.result import Result
-from kvjax.run.sampling import Sampler
+from kvjax.run.sampling import Sampler, SamplingParams
 from kvjax.run.stops import Stop
 
 LOOPS = "layers", "while", "scan"
@@ -167,11 +167,10 @@ def decoding(
     model: Model,
     last: Array,
     cache: Cache,
-    sampler: Sampler,
+    sampling: SamplingParams,
     *,
     max_new_tokens: int,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] | None = None,
+    eos_ids: Sequence[int] | int | None = None,
     stop: Stop = (),
     loop: str | None = None,
     first_row: int = 0,
@@ -185,13 +184,13 @@ def decoding(
     """
     loop = chosen_loop(loop, stop, max_new_tokens)
     limits.check_decoding(model, cache, max_new_tokens)
-    clock, stop = clock or Clock(), stops.strings(model, stop)
+    clock, stop, sampler = clock or Clock(), stops.strings(model, stop), sampling.sampler()
     prefill_seconds = clock.running
     carry = clock.call(
         BEGIN_BESIDE if keep else BEGIN,
         logits=last,
         cache=cache,
-        key=seeded(seed),
+        key=seeded(sampling.seed),
         first_row=jnp.int32(first_row),
         eos=stops.end_ids(model, eos_ids),
         sampler=sampler,

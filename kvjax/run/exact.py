@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) 
     tokens, lengths = pad(ids, width)
     lengths, setting, clock = place(model, lengths, "B"), Setting(model.config, model.mesh), Clock()
     slots = (0,) * len(plan)
-    past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)
+    past = prompt_runner.pieces(model, setting, cast(Plan, plan), tokens, lengths, slots, tokens.shape[1], False, clock)
     last = by_layer.logits(model, past.last, clock)
     return Exact(model, past.layers, lengths, last, ids)
 

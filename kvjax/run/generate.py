@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Unpack
 
 import jax
 
@@ -18,10 +18,11 @@ from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, chosen_loop, decoding
 from kvjax.run.filled import checked
 from kvjax.run.finite import check_finite
+from kvjax.run.options import DecodingOptions, GenerateOptions, SamplingOptions
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
-from kvjax.run.sampling import sampler
+from kvjax.run.sampling import SamplingParams, chosen_sampling
 from kvjax.run.stops import Stop
 
 
@@ -31,21 +32,20 @@ def start(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] | None = None,
+    eos_ids: Sequence[int] | int | None = None,
     stop: Stop = (),
     loop: str | None = None,
     capacity: int | None = None,
     cache: Cache | None = None,
-    **sampling: Any,
+    **drawn: Unpack[SamplingOptions],
 ) -> Decoding:
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
-    how, loop = sampler(**sampling), chosen_loop(loop, stop, max_new_tokens)
+    params, loop = chosen_sampling(**drawn), chosen_loop(loop, stop, max_new_tokens)
     ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
     if cache is None:
         plan = bind(method, model.config)
-        last, cache = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
+        last, filled = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
         check_finite(model, ids, last)
     else:
         if capacity is not None:
@@ -53,10 +53,11 @@ def start(
         checked(model, cache, method)
         args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
         with clock.timed():
-            out, cache = jax.block_until_ready(by_layer.extend(model, **args, cache=cache, clock=clock))
+            out, filled = jax.block_until_ready(by_layer.extend(model, **args, cache=cache, clock=clock))
         last = calls.at_row_ends(out, ids)
-    more = {"max_new_tokens": max_new_tokens, "seed": seed, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-    return decoding(model, last, cache, how, **more, clock=clock)
+    return decoding(
+        model, last, filled, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, loop=loop, clock=clock
+    )
 
 
 def generate(
@@ -65,12 +66,13 @@ def generate(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] | None = None,
+    seed: int | None = None,
+    eos_ids: Sequence[int] | int | None = None,
     stop: Stop = (),
     capacity: int | None = None,
     cache: Cache | None = None,
@@ -79,8 +81,9 @@ def generate(
     """Continues each prompt (texts or lists of ids) under a method, or its string.
 
     A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours.
-    temperature, top_k, top_p, min_p, seed: how tokens are drawn, greedily by default. eos_ids: default the
-    checkpoint's. stop: strings before which a row's text ends; its tokens end with the one that completes the string.
+    sampling: how tokens are drawn, greedily by default; or its fields one by one: temperature, top_k, top_p, min_p and
+    seed, as `SamplingParams` explains them. eos_ids: default the checkpoint's. stop: strings before which a row's text
+    ends; its tokens end with the one that completes the string.
     capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
     `extend`; it stays usable and knows its method), the prompts being what comes next; one of a model of another
     configuration or dtype is refused, one of equal configuration and other weights is not noticed.
@@ -88,9 +91,10 @@ def generate(
     all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
     Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to rounding.
     """
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    ends = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-    out = start(model, prompts, method, capacity=capacity, cache=cache, **drawn, **ends).finish(max_new_tokens)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    ends: DecodingOptions = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
+    begun = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **ends)
+    out = begun.finish(max_new_tokens)
     if method is not None:
         limits.warn_of_no_saving(method_of(method), out.bytes)
     return out
@@ -102,7 +106,7 @@ def stream(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    **options: Any,
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[list[int | None]]:
     """Each step's tokens as they are made, one per row, None for rows that have ended; options as in `generate`.
 
@@ -117,7 +121,7 @@ def stream_text(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    **options: Any,
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """The text that continues one prompt, piece by piece as it is made; options as in `generate`."""
     model.text_tokenizer()  # a model without one is told before it reads

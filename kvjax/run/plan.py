@@ -34,7 +34,7 @@ def make_cache(model: Model, plan: Plan, layers: tuple[Any, ...], length: Array,
     return Cache(layers, length, capacity, plan, model.config, model.dtype.name)
 
 
-def bind(method: str | KVMethod, config: Config) -> Plan:
+def bind(method: str | KVMethod | None, config: Config) -> Plan:
     """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model."""
     method = method_of(method)
     if method.traits.host:

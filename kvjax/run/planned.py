@@ -117,7 +117,7 @@ def counted(
 def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:
     """One layer's state after prompts of so many tokens: (its arrays, abstract but of a memory kind; their tree)."""
 
-    def array(*shape: int, of: Any = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, of: Any = dtype) -> Any:  # abstract, where its users say Array
         return jax.ShapeDtypeStruct((batch, *shape), of)
 
     wanted = layer.needs.queries
@@ -127,7 +127,7 @@ def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch:
     q = array(config.kv_heads, config.groups, asked, config.head_dim)
 
     projection = (config.kv_heads, config.groups, config.head_dim, config.width)
-    output = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
+    output: Any = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
     hidden = array(1, length, config.width) if layer.needs.hidden else None
     probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.probe else None
     block = Block(rows, rows, array(1, length, of=jnp.int32))

@@ -13,7 +13,7 @@ from kvjax.core.mesh import check_divides, named
 from kvjax.core.types import Array, KvjaxError
 from kvjax.models.model import Model
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
+Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]] | np.ndarray
 
 BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
 

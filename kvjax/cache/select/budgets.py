@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -187,3 +188,9 @@ def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protec
 def _positive(tokens: int) -> None:
     if tokens < 1:
         raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")
+
+
+if TYPE_CHECKING:
+    TokenBudget = int | str | Budget  # what a call may give
+else:
+    TokenBudget = Tokens  # what the parameter of a recipe makes of a text

@@ -1,0 +1,132 @@
+"""pyright, in mode basic, on the public modules, the code blocks of the documents and calls that it has to refuse.
+
+`python -m tests.typecheck` is what `make check` runs; `tests/test_types.py` asks the same. The checker is basedpyright,
+whose package brings all that it needs; with its mode basic it reports what pyright does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.documents import code_blocks
+
+ROOT = Path(__file__).parents[1]
+REFUSED = """\
+import kvjax
+from kvjax import methods
+
+model = kvjax.load("testbed")
+context = kvjax.read(model, "a text", methods.snapkv(budget=64))
+kvjax.methods.snapkv(buget=3)
+methods.kivi(bits="four")
+kvjax.methods.snapvk(budget=3)
+kvjax.generate(model, "a text", methods.snapkv)
+context.ask("a question", max_new_tokens=8, temperatur=1.0)
+next(kvjax.stream_text(model, "a text", "full", samplng=kvjax.SamplingParams()))
+kvjax.SamplingParams(top_p="0.9")
+kvjax.read_exactly(model, ["a text"])
+"""
+"""Wrong calls, one a line behind the first five; `kvjax.generate(.., methods.snapkv)` lacks the method's brackets."""
+
+GIVEN = {"README.md": 'long_text, ids, more_ids, method = "", [[1]], [[2]], "int8"'}
+"""What stands before the blocks of a page, for the names that it uses and defines nowhere."""
+
+NUM_RIGHT_LINES = 5  # of REFUSED
+
+
+class Finding(NamedTuple):
+    """An error that the checker reports."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+def pages() -> list[str]:
+    """The documents whose blocks are checked: those that people write."""
+    return ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def code_of(page: str) -> str:
+    """All Python blocks of a document, each on the lines that it has there, so that errors name these."""
+    lines = [""] * ((ROOT / page).read_text(encoding="utf-8").count("\n") + 1)
+    lines[0] = GIVEN.get(page, "")
+    for block in code_blocks(page):
+        if block.language == "python":
+            code = block.code.splitlines()
+            lines[block.line : block.line + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+def check() -> tuple[list[Finding], set[int]]:
+    """Runs the checker once: (its errors in modules and documents, the lines of REFUSED in which it finds one)."""
+    with tempfile.TemporaryDirectory() as folder:
+        work, shown = Path(folder).resolve(), {}
+        for page in pages():
+            file = work / f"{Path(page).stem.replace('.', '_')}.py"
+            file.write_text(code_of(page), encoding="utf-8")
+            shown[file] = page
+        refused = work / "refused.py"
+        refused.write_text(REFUSED)
+        findings = [
+            (Path(found["file"]), Finding(found["file"], found["range"]["start"]["line"] + 1, found["message"]))
+            for found in _report(work, [refused, *shown])
+            if found["severity"] == "error"
+        ]
+    errors = [found._replace(file=shown.get(path, found.file)) for path, found in findings if path != refused]
+    return errors, {found.line for path, found in findings if path == refused}
+
+
+def modules() -> list[Path]:
+    """The modules that are checked."""
+    return [ROOT / path for path in _settings()["include"]]
+
+
+def _settings() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+
+
+def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
+    """What the checker says of the modules that pyproject.toml includes, and of these files."""
+    settings = _settings()
+    paths = modules() + files
+    settings["include"] = [os.path.relpath(path, work) for path in paths]
+    settings["extraPaths"] = [str(ROOT)]
+    (work / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "-p", str(work), "--pythonpath", sys.executable, "--outputjson"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # others: it could not run
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] >= len(paths), report["summary"]
+    return report["generalDiagnostics"]
+
+
+def main() -> int:
+    """Prints what is wrong; the status is 1 if anything is."""
+    errors, refused = check()
+    for error in errors:
+        print(error)
+    missed = wrong_lines() - refused
+    for line in sorted(missed):
+        print(f"not refused: {REFUSED.splitlines()[line - 1]}")
+    print(f"types: {len(errors)} errors, {len(missed)} wrong calls that pass")
+    return int(bool(errors or missed or refused - wrong_lines()))
+
+
+def wrong_lines() -> set[int]:
+    """The lines of REFUSED that the checker has to refuse."""
+    return set(range(NUM_RIGHT_LINES + 1, REFUSED.count("\n") + 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
