@@ -12,10 +12,12 @@ import pytest
 import kvjax
 from kvjax.core.attention import NEG
 from kvjax.core.types import KvjaxError
+from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.run.sampling import SamplingParams, filtered, row_keys, sample
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
+from tests.test_chat import CHATML
 
 P = np.array([[0.5, 0.05, 0.25, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]])
 LOGITS = jnp.asarray(np.log(P), jnp.float32)
@@ -106,7 +108,11 @@ def test_a_seed_is_checked_where_it_is_written():
 
 @pytest.fixture(scope="module")
 def model():
-    return dataclasses.replace(toy_model(layers=1, vocab_size=vocab.SIZE), tokenizer=Tokenizer(vocab.tokenizer()))
+    return dataclasses.replace(
+        toy_model(layers=1, vocab_size=vocab.SIZE),
+        tokenizer=Tokenizer(vocab.tokenizer()),
+        chat_template=ChatTemplate(CHATML),
+    )
 
 
 def every_call(model):
@@ -120,6 +126,7 @@ def every_call(model):
         "stream_text": lambda **kw: "".join(kvjax.stream_text(model, "a b", "full", **more, **kw)),
         "generate of a context": lambda **kw: context.generate(**more, **kw).tokens,
         "stream of a context": lambda **kw: list(context.stream(**more, **kw)),
+        "chat": lambda **kw: kvjax.chat(model, [{"role": "user", "content": "a"}], **more, **kw).tokens,
         "start": lambda **kw: context.start(**more, **kw).finish(4).tokens,
         "ask": lambda **kw: context.ask(["b", "a"], **more, **kw).tokens,
         "speculate": lambda **kw: kvjax.speculative.speculate(model, ["a b", "c"], **draft, **more, **kw).tokens,

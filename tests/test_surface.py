@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
 import subprocess
@@ -75,3 +76,13 @@ after = [kvjax.methods.snapkv, kvjax.methods.tova, kvjax.methods.kivi, kivi, que
 print(json.dumps([type(x).__name__ for x in [before, *after]]))
 """
     assert asked(code) == ["function"] * 8
+
+
+def test_every_call_that_draws_names_its_keywords():
+    """Editors and notebooks complete what a signature names."""
+    calls = [kvjax.generate, kvjax.stream, kvjax.stream_text, kvjax.chat, kvjax.speculative.speculate]
+    calls += [kvjax.Context.start, kvjax.Context.generate, kvjax.Context.stream, kvjax.Context.ask]
+    for call in calls:
+        parameters = inspect.signature(call).parameters
+        assert {"sampling", "temperature", "top_k", "top_p", "min_p", "seed", "eos_ids"} <= parameters.keys()
+        assert not any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())

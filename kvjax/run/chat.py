@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Sequence
 
 from kvjax.cache.contract import KVMethod
-from kvjax.core.types import KvjaxError
 from kvjax.models.conversations import Messages
 from kvjax.models.model import Model
 from kvjax.run.generate import generate
-from kvjax.run.options import ChatOptions
 from kvjax.run.result import Result
+from kvjax.run.sampling import SamplingParams, chosen_sampling
+from kvjax.run.stops import Stop
 
 
 def chat(
@@ -19,15 +19,32 @@ def chat(
     method: str | KVMethod = "full",
     *,
     max_new_tokens: int = 64,
-    **options: Unpack[ChatOptions],
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    eos_ids: Sequence[int] | int | None = None,
+    stop: Stop = (),
+    capacity: int | None = None,
+    loop: str | None = None,
 ) -> Result:
     """The model's next message in one conversation, or in each of a batch, under a method; options as in `generate`.
 
     messages: [{"role": "user", "content": "Hello"}], or a list of such lists. An answer ends with one of the
-    checkpoint's end-of-sequence ids, among which is its end of turn. Raises KvjaxError as `Model.chat_ids` does.
+    checkpoint's end-of-sequence ids, among which is its end of turn. Whole conversations are read: to go on from a
+    cache, use `kvjax.generate`. Raises KvjaxError as `Model.chat_ids` does.
     """
-    if "cache" in options:
-        raise KvjaxError(
-            "cache cannot be given to chat, which reads whole conversations; go on from a cache with kvjax.generate"
-        )
-    return generate(model, model.chat_ids(messages), method, max_new_tokens=max_new_tokens, **options)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    return generate(
+        model,
+        model.chat_ids(messages),
+        method,
+        max_new_tokens=max_new_tokens,
+        sampling=params,
+        eos_ids=eos_ids,
+        stop=stop,
+        capacity=capacity,
+        loop=loop,
+    )

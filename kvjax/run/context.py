@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,6 @@ from kvjax.run import calls, limits, save, shared, splice, states
 from kvjax.run import prefill as prompt_runner
 from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, decoding
-from kvjax.run.options import AnswerOptions, DecodingOptions
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.result import Result, joined
@@ -31,6 +30,15 @@ from kvjax.run.sampling import SamplingParams, chosen_sampling
 from kvjax.run.stops import Stop
 
 ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
+
+
+class _Options(TypedDict):
+    """What `ask` hands on."""
+
+    sampling: SamplingParams
+    eos_ids: Sequence[int] | int | None
+    stop: Stop
+    loop: str | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,22 +129,80 @@ class Context:
             keep=not use_up,
         )
 
-    def generate(self, *, max_new_tokens: int = 64, **options: Unpack[AnswerOptions]) -> Result:
+    def generate(
+        self,
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        eos_ids: Sequence[int] | int | None = None,
+        stop: Stop = (),
+        loop: str | None = None,
+        first_row: int = 0,
+        use_up: bool = False,
+    ) -> Result:
         """What comes next in each row; options as in `start`."""
-        return self.start(max_new_tokens=max_new_tokens, **options).finish(max_new_tokens)
+        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        begun = self.start(
+            max_new_tokens=max_new_tokens,
+            sampling=params,
+            eos_ids=eos_ids,
+            stop=stop,
+            loop=loop,
+            first_row=first_row,
+            use_up=use_up,
+        )
+        return begun.finish(max_new_tokens)
 
-    def stream(self, *, max_new_tokens: int = 64, **options: Unpack[AnswerOptions]) -> Iterator[list[int | None]]:
+    def stream(
+        self,
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        eos_ids: Sequence[int] | int | None = None,
+        stop: Stop = (),
+        loop: str | None = None,
+        first_row: int = 0,
+        use_up: bool = False,
+    ) -> Iterator[list[int | None]]:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
-        return self.start(max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
+        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        begun = self.start(
+            max_new_tokens=max_new_tokens,
+            sampling=params,
+            eos_ids=eos_ids,
+            stop=stop,
+            loop=loop,
+            first_row=first_row,
+            use_up=use_up,
+        )
+        return begun.columns(max_new_tokens)
 
     def ask(
         self,
         questions: Prompts,
         *,
         max_new_tokens: int = 64,
-        width: int | None = None,
+        sampling: SamplingParams | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        eos_ids: Sequence[int] | int | None = None,
+        stop: Stop = (),
+        loop: str | None = None,
         first_row: int = 0,
-        **options: Unpack[DecodingOptions],
+        width: int | None = None,
     ) -> Result:
         """The answer to one question per row, asked as if it were the first; options as in `start`.
 
@@ -144,6 +210,8 @@ class Context:
         as the rows of a batch would.
         """
         ids = token_ids(self.model, questions)
+        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        options: _Options = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return joined(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Unpack
 
 import jax
 
@@ -18,7 +17,6 @@ from kvjax.run.clock import Clock
 from kvjax.run.decode import Decoding, chosen_loop, decoding
 from kvjax.run.filled import checked
 from kvjax.run.finite import check_finite
-from kvjax.run.options import DecodingOptions, GenerateOptions, SamplingOptions
 from kvjax.run.plan import bind
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
@@ -32,16 +30,22 @@ def start(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
     eos_ids: Sequence[int] | int | None = None,
     stop: Stop = (),
-    loop: str | None = None,
     capacity: int | None = None,
     cache: Cache | None = None,
-    **drawn: Unpack[SamplingOptions],
+    loop: str | None = None,
 ) -> Decoding:
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
-    params, loop = chosen_sampling(**drawn), chosen_loop(loop, stop, max_new_tokens)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    loop = chosen_loop(loop, stop, max_new_tokens)
     ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
     if cache is None:
         plan = bind(method, model.config)
@@ -78,22 +82,51 @@ def generate(
     cache: Cache | None = None,
     loop: str | None = None,
 ) -> Result:
-    """Continues each prompt (texts or lists of ids) under a method, or its string.
+    """Continues each prompt under a method.
 
     A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours.
-    sampling: how tokens are drawn, greedily by default; or its fields one by one: temperature, top_k, top_p, min_p and
-    seed, as `SamplingParams` explains them. eos_ids: default the checkpoint's. stop: strings before which a row's text
-    ends; its tokens end with the one that completes the string.
-    capacity: tokens per row, default what is needed. cache: go on from it (of `prefill` or
-    `extend`; it stays usable and knows its method), the prompts being what comes next; one of a model of another
-    configuration or dtype is refused, one of equal configuration and other weights is not noticed.
-    loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
-    all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
-    Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to rounding.
+
+    Args:
+      model: from `kvjax.load`.
+      prompts: texts, or lists of ids.
+      method: a method or its string; may be left out where `cache` is given.
+      max_new_tokens: at most so many tokens per row.
+      sampling: how tokens are drawn, greedily by default; or its fields one by one, as the next five.
+      temperature: 0 is greedy; above, tokens are drawn from the softmax of logits / temperature.
+      top_k: draw among the k likeliest tokens.
+      top_p: draw among the likeliest that together reach this probability.
+      min_p: draw among those at least min_p times as likely as the likeliest.
+      seed: of the draws; default 0.
+      eos_ids: ids that end a row; default the checkpoint's.
+      stop: strings before which a row's text ends; its tokens end with the one that completes the string.
+      capacity: tokens per row that the cache has room for; default what is needed.
+      cache: go on from it (of `prefill` or `extend`; it stays usable and knows its method), the prompts being what
+        comes next. One of a model of another configuration or dtype is refused; one of equal configuration and other
+        weights is not noticed.
+      loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
+        all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
+        Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to
+        rounding.
+
+    Returns:
+      The tokens and texts, why each row ended, the bytes of the cache, and what it took.
+
+    Raises:
+      KvjaxError: a value that cannot be; prompts that do not fit; numbers that stop being finite.
     """
     params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    ends: DecodingOptions = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
-    begun = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **ends)
+    begun = start(
+        model,
+        prompts,
+        method,
+        max_new_tokens=max_new_tokens,
+        sampling=params,
+        eos_ids=eos_ids,
+        stop=stop,
+        capacity=capacity,
+        cache=cache,
+        loop=loop,
+    )
     out = begun.finish(max_new_tokens)
     if method is not None:
         limits.warn_of_no_saving(method_of(method), out.bytes)
@@ -106,13 +139,36 @@ def stream(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    **options: Unpack[GenerateOptions],
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    eos_ids: Sequence[int] | int | None = None,
+    stop: Stop = (),
+    capacity: int | None = None,
+    cache: Cache | None = None,
+    loop: str | None = None,
 ) -> Iterator[list[int | None]]:
     """Each step's tokens as they are made, one per row, None for rows that have ended; options as in `generate`.
 
     It runs the very program that `generate` runs, one column at a time.
     """
-    return start(model, prompts, method, max_new_tokens=max_new_tokens, **options).columns(max_new_tokens)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    begun = start(
+        model,
+        prompts,
+        method,
+        max_new_tokens=max_new_tokens,
+        sampling=params,
+        eos_ids=eos_ids,
+        stop=stop,
+        capacity=capacity,
+        cache=cache,
+        loop=loop,
+    )
+    return begun.columns(max_new_tokens)
 
 
 def stream_text(
@@ -121,8 +177,31 @@ def stream_text(
     method: str | KVMethod | None = None,
     *,
     max_new_tokens: int = 64,
-    **options: Unpack[GenerateOptions],
+    sampling: SamplingParams | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    eos_ids: Sequence[int] | int | None = None,
+    stop: Stop = (),
+    capacity: int | None = None,
+    cache: Cache | None = None,
+    loop: str | None = None,
 ) -> Iterator[str]:
     """The text that continues one prompt, piece by piece as it is made; options as in `generate`."""
     model.text_tokenizer()  # a model without one is told before it reads
-    return start(model, [prompt], method, max_new_tokens=max_new_tokens, **options).pieces(max_new_tokens)
+    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    begun = start(
+        model,
+        [prompt],
+        method,
+        max_new_tokens=max_new_tokens,
+        sampling=params,
+        eos_ids=eos_ids,
+        stop=stop,
+        capacity=capacity,
+        cache=cache,
+        loop=loop,
+    )
+    return begun.pieces(max_new_tokens)
