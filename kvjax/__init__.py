@@ -8,33 +8,31 @@ published method), `kvjax.eval`, `kvjax.parts` (what a method of one's own is wr
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvjax import methods
-from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
-from kvjax.cache.contract import Cache
-from kvjax.cache.method import Method
-from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
-from kvjax.methods.strings import compose, name_of, parse
-from kvjax.models.config import Config
-from kvjax.models.model import Model, load, random_model
-from kvjax.run.calls import extend, logits, prefill, score
-from kvjax.run.chat import chat
-from kvjax.run.context import Context, read, resume
-from kvjax.run.generate import generate, stream, stream_text
-from kvjax.run.planned import planned_bytes
-from kvjax.run.result import Result
-from kvjax.run.sampling import SamplingParams
-
-if TYPE_CHECKING:  # what `__getattr__` below gives
+if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gives the same
     from kvjax import cache_ops as cache_ops
     from kvjax import cachegen as cachegen
     from kvjax import eval as eval
+    from kvjax import methods as methods
     from kvjax import parts as parts
     from kvjax import reuse as reuse
     from kvjax import speculative as speculative
     from kvjax import testing as testing
+    from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
+    from kvjax.cache.contract import Cache
+    from kvjax.cache.method import Method
+    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
+    from kvjax.methods.strings import compose, name_of, parse
+    from kvjax.models.config import Config
+    from kvjax.models.model import Model, load, random_model
+    from kvjax.run.calls import extend, logits, prefill, score
+    from kvjax.run.chat import chat
+    from kvjax.run.context import Context, read, resume
+    from kvjax.run.generate import generate, stream, stream_text
+    from kvjax.run.planned import planned_bytes
+    from kvjax.run.result import Result
+    from kvjax.run.sampling import SamplingParams
 
     __version__: str
 
@@ -71,21 +69,48 @@ __all__ = [
     "stream_text",
 ]
 
-_SUBMODULES = ("cache_ops", "cachegen", "eval", "parts", "reuse", "speculative", "testing")
+_MODULES = ("cache_ops", "cachegen", "eval", "methods", "parts", "reuse", "speculative", "testing")
+_HOMES = {
+    "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
+    "kvjax.cache.contract": ("Cache",),
+    "kvjax.cache.method": ("Method",),
+    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
+    "kvjax.methods.strings": ("compose", "name_of", "parse"),
+    "kvjax.models.config": ("Config",),
+    "kvjax.models.model": ("Model", "load", "random_model"),
+    "kvjax.run.calls": ("extend", "logits", "prefill", "score"),
+    "kvjax.run.chat": ("chat",),
+    "kvjax.run.context": ("Context", "read", "resume"),
+    "kvjax.run.generate": ("generate", "stream", "stream_text"),
+    "kvjax.run.planned": ("planned_bytes",),
+    "kvjax.run.result": ("Result",),
+    "kvjax.run.sampling": ("SamplingParams",),
+}
+"""Where each name at the top is defined: imported when it is first used, since Flax and the passes take a while."""
 
 
-def __getattr__(name: str) -> ModuleType | str:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"kvjax.{name}")
-    if name == "__version__":
-        from importlib import metadata  # 60 ms, and few ask
+if not TYPE_CHECKING:  # type checkers, shown this, would accept any name
 
-        try:
-            return metadata.version("kvjax")
-        except metadata.PackageNotFoundError:  # a folder on the path, not installed
-            return "0+unknown"
-    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"kvjax.{name}")
+        if name == "__version__":
+            return _version()
+        for module, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(importlib.import_module(module), name)
+                return value
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+def _version() -> str:
+    from importlib import metadata  # which takes longer to import than kvjax, and few ask
+
+    try:
+        return metadata.version("kvjax")
+    except metadata.PackageNotFoundError:  # a folder on the path, not installed
+        return "0+unknown"

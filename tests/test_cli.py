@@ -27,7 +27,7 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     assert cli.main(args) == 0
     shown = capsys.readouterr()
     assert "[length]" in shown.out or "[stop]" in shown.out
-    assert "bytes in pinned_host" in shown.err and "tokens/s" in shown.err
+    assert "on the host (" in shown.err and "tokens/s" in shown.err
     assert cli.main([*args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["method"] == "kcache:n=16" and result["text"][0] in shown.out

@@ -56,6 +56,19 @@ def test_the_named_modules_are_attributes_before_anything_imports_them():
     assert asked(code) == [f"kvjax.{name}" for name in NAMED]
 
 
+def test_kvjax_itself_imports_nothing_and_each_name_what_it_needs():
+    """Flax, Orbax and the passes take longer than all that a script does with a configuration or an error."""
+    count = "len([x for x in sys.modules if x.startswith(('kvjax.', 'jax', 'flax', 'orbax'))])"
+    code = f"""
+import json, sys
+import kvjax
+none = {count}
+kvjax.KvjaxError
+print(json.dumps([none, "kvjax.core.types" in sys.modules, "flax" in sys.modules, "kvjax.run" in sys.modules]))
+"""
+    assert asked(code) == [0, True, False, False]
+
+
 def test_the_methods_that_are_named_are_those_of_the_folder_and_of_the_catalogue():
     ours = sorted(name for name, recipe in load_all().items() if is_ours(recipe.make))
     typed = [line.split()[-1] for line in Path(kvjax.methods.__file__).read_text().splitlines() if " import " in line]

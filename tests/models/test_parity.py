@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from checkpoints_convert.convert import read
 from kvjax.core import attention
+from kvjax.run import forward
 from tests.fixtures import FAMILIES, load_family
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -59,7 +60,7 @@ def test_the_window_matters(name, monkeypatch):
     exact = attention.causal
     monkeypatch.setattr("kvjax.run.forward.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
     config, params, expected = load_family(name)
-    logits = kvjax.run.forward.uncached(params, expected["tokens"][-1:], kvjax.run.forward.Setting(config))
+    logits = forward.uncached(params, expected["tokens"][-1:], forward.Setting(config))
     assert relative_error(logits[0], expected["logits"][-1]) > 100 * TOLERANCE
 
 
