@@ -31,7 +31,7 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     assert cli.main([*args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["method"] == "kcache:n=16" and result["text"][0] in shown.out
-    assert set(result["bytes"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
+    assert set(result["bytes"]["held"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
 
 
 def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
