@@ -18,6 +18,40 @@ from typing import Any, NamedTuple
 from tests.documents import code_blocks
 
 ROOT = Path(__file__).parents[1]
+ACCEPTED = """\
+import dataclasses
+
+import kvjax
+from kvjax import methods
+from kvjax.testing import check_method, toy_model
+
+model = kvjax.load("testbed")
+toy = kvjax.random_model(dataclasses.replace(model.config, layers=2), dtype="bfloat16")
+share, fixed = methods.snapkv(budget="25%", window=16), kvjax.methods.snapkv(budget=256)
+both = kvjax.compose("snapkv:budget=256", methods.kivi(bits=4), kvjax.parse("offload"))
+changed = dataclasses.replace(both, device_layers=1)
+logits, cache = kvjax.prefill(model, [[1, 2, 3]], both, capacity=512)
+logits, cache = kvjax.extend(model, [[1, 2]], cache)
+out = kvjax.generate(model, ["a text", "another"], changed, max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3)
+print(out.text[0].strip(), len(out.tokens[0]), out.bytes.held["device"], out.bytes.fraction_of_full)
+params = kvjax.SamplingParams(temperature=0.7, top_k=40)
+out = kvjax.generate(model, [[1, 2, 3]], "full", sampling=params, stop="\\n")
+context = kvjax.read(model, "a long text", share, room=64)
+answers: list[kvjax.Result] = [context.ask(text, max_new_tokens=8, sampling=params) for text in ("one", "two")]
+print(context.generate(max_new_tokens=3, eos_ids=()).text, context.bytes.reserved, context.kept_positions()[0][0][0])
+for text in kvjax.stream_text(model, "a text", both, max_new_tokens=3, temperature=0.5, min_p=0.1):
+    print(text.upper(), end="")
+for column in context.stream(max_new_tokens=3, sampling=params):
+    print([token for token in column if token is not None])
+print(kvjax.chat(model, [{"role": "user", "content": "Hello"}], fixed, max_new_tokens=9, sampling=params).text[0])
+print(kvjax.planned_bytes(both, model, 1000), kvjax.state_bytes(cache).total, kvjax.score(model, ["a"], ["b"], both))
+print(kvjax.name_of(both), kvjax.cache_ops.rows(cache, [0]).capacity, kvjax.__version__)
+print(kvjax.speculative.speculate(model, ["a"], methods.quest(budget=64), both, sampling=params).acceptance)
+print(kvjax.reuse.read_exactly(model, ["a text"]).under(both, capacity=512).bytes)
+print(check_method(both, toy_model()))
+"""
+"""Calls as one writes them: a checker that reports any of these would be wrong."""
+
 REFUSED = """\
 import kvjax
 from kvjax import methods
@@ -71,7 +105,9 @@ def code_of(page: str) -> str:
 def check() -> tuple[list[Finding], set[int]]:
     """Runs the checker once: (its errors in modules and documents, the lines of REFUSED in which it finds one)."""
     with tempfile.TemporaryDirectory() as folder:
-        work, shown = Path(folder).resolve(), {}
+        work = Path(folder).resolve()
+        shown = {work / "accepted.py": "ACCEPTED"}
+        (work / "accepted.py").write_text(ACCEPTED)
         for page in pages():
             file = work / f"{Path(page).stem.replace('.', '_')}.py"
             file.write_text(code_of(page), encoding="utf-8")

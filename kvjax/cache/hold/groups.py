@@ -137,10 +137,12 @@ class Kivi(Codec):
         """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         at = at[:, 0]
         due = at - stored.settled >= self.places
-        if self.axis == "channel":
-            stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
-        else:
+        if self.axis == "token":
             stored = self._flush(stored, due)
+        elif self.leaves <= self.room(
+            stored.slots
+        ):  # a shorter cache never leaves the window, and has no room for codes
+            stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
         return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.places)[:, None]))
 
     def _flush(self, stored: Packed, due: Array) -> Packed:
