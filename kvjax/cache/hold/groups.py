@@ -139,9 +139,7 @@ class Kivi(Codec):
         due = at - stored.settled >= self.places
         if self.axis == "token":
             stored = self._flush(stored, due)
-        elif self.leaves <= self.room(
-            stored.slots
-        ):  # a shorter cache never leaves the window, and has no room for codes
+        elif self.leaves <= self.room(stored.slots):  # a shorter cache stays in the window
             stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
         return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.places)[:, None]))
 
