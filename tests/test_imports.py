@@ -26,7 +26,9 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("code", ["import kvjax", "import kvjax.cli; kvjax.cli._parser().format_help()"])
+@pytest.mark.parametrize(
+    "code", ["import kvjax", "from kvjax import *", "import kvjax.cli; kvjax.cli._parser().format_help()"]
+)
 def test_only_what_every_call_needs_is_imported(code):
     """These cost more than all of kvjax; the methods are imported one by one, when they are named."""
     done = subprocess.run([sys.executable, "-c", ASK.format(code=code)], cwd=ROOT, capture_output=True, text=True)

@@ -48,7 +48,7 @@ print(kvjax.planned_bytes(both, model, 1000), kvjax.state_bytes(cache).total, kv
 print(kvjax.name_of(both), kvjax.cache_ops.rows(cache, [0]).capacity, kvjax.__version__)
 print(kvjax.speculative.speculate(model, ["a"], methods.quest(budget=64), "int4", sampling=params).acceptance)
 print(kvjax.reuse.read_exactly(model, ["a text"]).under(both, capacity=512).bytes)
-print(check_method(both, toy_model()))
+print(check_method(methods.snapkv(budget=30), toy_model()).seconds)
 """
 """Calls as one writes them: a checker that reports any of these would be wrong."""
 
