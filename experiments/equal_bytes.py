@@ -3,8 +3,9 @@
 python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
 python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and its plot from the sum
 
-What is compared stands in equal_bytes.toml, or in --settings. A setting is fitted by the bytes that it plans for a
-context of --length tokens, without room for answers, so that methods which need more room beside are not favoured.
+What is compared stands in equal_bytes.toml, or in --settings; a family may name `shares` of its own there. A setting
+is fitted by the bytes that it plans for a context of --length tokens, without room for answers, so that methods which
+need more room beside are not favoured.
 Seeds make other contexts; the windows of text are the same for all. A run that was stopped goes on where it was;
 several processes can share the work by --families. --sum runs nothing and sums up what there is; --keep adds it to the
 sum that stands there, where the records that made that one are no longer at hand.
@@ -61,12 +62,13 @@ class Point:
 
 
 def points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
-    """All methods at all shares."""
+    """All methods at all shares, or at those that their family names."""
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
+        own = shares_of(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
-            each = fitted([s.strip() for s in settings.split(";")], shares, model.config, length)
-            for share in shares:
+            each = fitted([s.strip() for s in settings.split(";")], own, model.config, length)
+            for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
                 found.append(_point(model, family["name"], settings, largest, length))
     return found
