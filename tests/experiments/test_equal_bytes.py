@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 import kvjax
-from experiments import equal_bytes, equal_bytes_page
+from experiments import equal_bytes, equal_bytes_page, readme_figure
 from kvjax import KvjaxError
 
 SMALL = """
@@ -31,7 +31,7 @@ def run(tmp_path, directory, monkeypatch):
     results = tmp_path / "results.json"
 
     def call(*more: str) -> dict:
-        sizes = "--length 96 --contexts 2 --questions 2 --depths 2 --batch 2 --seeds 0,1 --shares 1/2,1/4"
+        sizes = "--length 96 --contexts 2 --questions 2 --depths 2 --batch 2 --seeds 0,1 --shares 3/4,1/2"
         where = ["--model", str(directory), "--out", str(tmp_path / "runs"), "--results", str(results)]
         equal_bytes.main([*where, *sizes.split(), "--tasks", "turns,ppl", *more])
         return json.loads(results.read_text()) if results.exists() else {}
@@ -45,15 +45,16 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
     found = run()
     assert (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text() == lines
     model = kvjax.load(directory)
-    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype=model.dtype).total["device"]
+    assert found["computed_in"] == "float32" and found["bytes_in"] == "bfloat16"
+    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype="bfloat16").total["device"]
     points = {(p["settings"], p["share"]): p for p in found["points"]}
     assert len(points) == 6
     for point in found["points"]:
         numerator, denominator = map(int, point["share"].split("/"))
         assert point["device_bytes"] * denominator <= found["full_bytes"] * numerator
         assert (point["method"] in found["scores"]) == bool(point["method"])
-    assert points["int8; int4", "1/2"]["method"] == "int8" and points["int8; int4", "1/4"]["method"] == "int4"
-    assert points["int8", "1/4"]["method"] == ""
+    assert points["int8; int4", "3/4"]["method"] == "int8" and points["int8; int4", "1/2"]["method"] == "int4"
+    assert points["int8", "1/2"]["method"] == ""
     text, later = found["scores"]["int8"]["ppl"], found["scores"]["int8"]["turns"]
     assert [len(text[s]) for s in text] == [2]  # the windows of text are the same for every seed
     assert {seed: len(values) for seed, values in later.items()} == {"0": 2, "1": 2}
@@ -80,7 +81,7 @@ def test_the_page_has_every_method_at_every_share(run, tmp_path):
     page = equal_bytes_page.page(result, "plot.png")
     for point in result.points():
         assert page.count(f"| `{point['method']}` |") >= 1
-    assert "- 1/4: `int8`" in page and "median" in page
+    assert "- 1/2: `int8`" in page and "median" in page
     equal_bytes_page.draw(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -102,7 +103,7 @@ def test_differences_are_taken_context_by_context(run):
         for ours, full in zip(scores["int8"]["turns"][seed], scores["full"]["turns"][seed], strict=True)
     ]
     np.testing.assert_allclose(result.differences("int8", "turns"), by_hand)
-    assert "| `int8` | " in equal_bytes_page.difference_table(result, "1/2")
+    assert "| `int8` | " in equal_bytes_page.difference_table(result, "3/4")
 
 
 def test_an_unknown_family_is_named(run):
@@ -110,16 +111,27 @@ def test_an_unknown_family_is_named(run):
         run("--families", "wishful")
 
 
-@pytest.mark.parametrize("settings", [equal_bytes.FAMILIES, equal_bytes.FAMILIES.with_name("real_models.toml")])
+def test_a_family_may_have_shares_of_its_own(directory, tmp_path):
+    (tmp_path / "families.toml").write_text(SMALL.replace('name = "bits"', 'name = "bits"\nshares = "3/4"'))
+    found = equal_bytes.points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
+    assert [(p.family, p.share) for p in found] == [("tokens", "1/2"), ("bits", "3/4"), ("bits", "3/4")]
+
+
+@pytest.mark.parametrize("settings", ["equal_bytes.toml", "real_models.toml", "readme.toml"])
 def test_all_settings_are_of_methods_that_there_are(settings):
-    families = equal_bytes.tomllib.loads(settings.read_text())["family"]
+    families = equal_bytes.tomllib.loads(equal_bytes.FAMILIES.with_name(settings).read_text())["family"]
     assert not any("," in family["name"] for family in families)  # --families takes them separated by commas
     for text in [s for family in families for line in family["methods"] for s in line.split(";")]:
         kvjax.parse(text.strip())
 
 
 def test_the_readmes_table_is_that_of_the_records():
-    results = equal_bytes.RESULTS.with_name("equal_bytes.smollm2.json")
-    result = equal_bytes_page.Result(json.loads(results.read_text()))
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert equal_bytes_page.share_table(result, "1/4") in readme
+    found = readme_figure.points(json.loads(readme_figure.RESULTS.read_text()))
+    assert readme_figure.table(found) in (readme_figure.ROOT / "README.md").read_text()
+
+
+def test_the_readmes_picture_names_every_method(tmp_path):
+    found = readme_figure.points(json.loads(readme_figure.RESULTS.read_text()))
+    readme_figure.draw(found, tmp_path / "picture.svg")
+    picture = (tmp_path / "picture.svg").read_text()
+    assert all(f"<!-- {readme_figure.label(point.method)} -->" in picture for point in found)

@@ -184,7 +184,7 @@ def test_the_plan_of_the_papers_gpu():
     differ = [(r["input"], r["batch"]) for r in plans if r["fits"]["full"] != (r["paper"][0] is not None)]
     assert differ == [(15360, 5)] and all(r["fits"]["kcache"] for r in plans)
     assert all(1.9 < r["largest"]["kcache"] / r["largest"]["full"] <= 2 for r in plans)
-    row = 32 * 2 * 2 * 32 * 128 * 8192 + 32 * (4 * 8192 + 4)  # keys, values, positions of 7k + 1k tokens
+    row = 32 * 2 * 2 * 32 * 128 * 8192 + 32 * (4 * 8192 + 4) + 4  # keys, values, positions of 7k + 1k tokens, lengths
     full = kcache_table3.largest(kvjax.parse("full"), 7168, 1024, 0)
     assert full["row"] == row + kcache_table3.step_bytes(kcache_table3.CONFIG, kvjax.parse("full"), 8192)
 

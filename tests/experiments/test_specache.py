@@ -68,9 +68,12 @@ def test_bytes_of_a_size_counted_by_hand():
     fetched = 2 * 2 * numbers * 64 + 4 * 8 * 64
     specache = codes + recent(64) + counts + 2 * 4 + fetched
     assert r["bytes"] == {
-        "full": layers * (2 * 2 * numbers * tokens + counts),
-        "kivi:bits=1,group=64": {"device": layers * kivi, "pinned_host": 0},
-        "specache:bits=1,group=64": {"device": layers * specache, "pinned_host": layers * 2 * 2 * numbers * tokens},
+        "full": layers * (2 * 2 * numbers * tokens + counts) + 4,  # the cache's own length
+        "kivi:bits=1,group=64": {"device": layers * kivi + 4, "pinned_host": 0},
+        "specache:bits=1,group=64": {
+            "device": layers * specache + 4,
+            "pinned_host": layers * 2 * 2 * numbers * tokens,
+        },
     }
 
 

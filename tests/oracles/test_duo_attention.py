@@ -90,7 +90,7 @@ def test_each_layer_takes_the_bytes_of_its_own_heads(tmp_path):
     table = written(tmp_path, [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], specs(model.config)[0])
     text = f"duo_attention:sparsity=0.6,sinks=2,recent=4,page=8,table={table}"
     taken = kvjax.planned_bytes(text, model.config, 64, dtype=jnp.float32).total["device"]
-    want = 0
+    want = 4  # the length of the cache's one sequence
     for full in (4, 1, 0):
         tokens = -(-(full * 64 + (4 - full) * 6) // 4)
         shelf = -(-(4 * (tokens + 7) // 8) // 4)
