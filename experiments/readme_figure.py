@@ -1,6 +1,6 @@
-"""README's table and picture: eight methods on a real model, quality against bytes in bfloat16.
+"""README's picture and the table behind it: quality against bytes in bfloat16, on a real model.
 
-python -m experiments.readme_figure    prints the table, and writes docs/quality_against_bytes.png
+python -m experiments.readme_figure    prints the table of docs/results.md, writes docs/quality_against_bytes.png
 
 It reads what `python -m experiments.equal_bytes --settings experiments/readme.toml` measured; experiments/README.md has
 the whole command.
@@ -28,6 +28,8 @@ FULL = "full"
 QUESTIONS = "turns.essays"  # later questions of a conversation, which no method has seen when it compresses
 NEEDLES = "niah.essays"
 TEXT = "ppl"
+CLOSE = 1.2  # bytes of points whose names go into one column: less than so many times those of the next
+LABEL_GAP = 4.5  # percent, between names
 
 
 class Point(NamedTuple):
@@ -58,7 +60,7 @@ def points(document: Mapping[str, Any]) -> list[Point]:
 
 
 def table(found: Sequence[Point]) -> str:
-    """For README, in Markdown."""
+    """For docs/results.md, in Markdown."""
     lines = [
         "| method | device | host | needles | later questions | text, bits per byte |",
         "|---|---:|---:|---:|---:|---:|",
@@ -80,37 +82,87 @@ def label(method: str) -> str:
     named = []
     for part in parts_given(method):
         size = next((part.values[name] for name in sizes if name in part.values), None)
-        unit = "tokens" if "budget" in part.values else "bits"
+        unit = "tokens" if "budget" in part.values else "bit" if size == 1 else "bits"
         named.append(part.name if size is None else f"{part.name}, {size} {unit}")
     return " + ".join(named)
 
 
+class Kind(NamedTuple):
+    """What a method does to the cache, as points of one colour show it."""
+
+    name: str
+    color: str
+    filled: bool
+
+
+EXACT = Kind("the exact cache", "0.2", True)
+BITS = Kind("all tokens, fewer bits", "C0", True)
+TOKENS = Kind("fewer tokens", "C2", True)
+HOST = Kind("exact tokens on the host", "C1", False)
+
+
+def kind(p: Point) -> Kind:
+    if p.method == FULL:
+        return EXACT
+    if p.host > 1:
+        return HOST
+    return TOKENS if "budget" in p.method else BITS
+
+
+def columns(found: Sequence[Point]) -> list[list[Point]]:
+    """Points whose names go into one column, because they hold nearly the same bytes; from the fewest bytes up."""
+    groups: list[list[Point]] = []
+    for p in sorted(found, key=lambda p: p.device):
+        if groups and p.device < CLOSE * groups[-1][-1].device:
+            groups[-1].append(p)
+        else:
+            groups.append([p])
+    return groups
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, moved up where one is closer to the one below than the gap."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + gap) if moved else height)
+    return moved
+
+
 def draw(found: Sequence[Point], path: Path) -> None:
-    """Answers against bytes on the device; points are named where they lie."""
-    figure = Figure(figsize=(8.2, 4.4), layout="constrained")
+    """Answers against bytes on the device; every point has its method's name beside it."""
+    figure = Figure(figsize=(8.2, 4.6), layout="constrained")
     ax = figure.subplots()
     exact = next(p for p in found if p.method == FULL)
     ax.axhline(exact.questions[0], color="0.6", linewidth=0.8, zorder=0)
-    for p in found:
-        _point(ax, p)
+    for column in columns(found):
+        column.sort(key=lambda p: p.questions[0])
+        right = max(p.device for p in column)
+        for p, height in zip(column, apart([p.questions[0] for p in column], LABEL_GAP), strict=True):
+            _point(ax, p, (1.07 * right, height))
     ax.set_xscale("log")
     ticks = (5, 10, 20, 30, 50, 100)
     ax.set_xticks(ticks, [f"{tick}%" for tick in ticks])
     ax.set_xticks([], minor=True)
-    ax.set(xlim=(5, 135), ylim=(-4, 104), yticks=range(0, 101, 20))
-    ax.set_xlabel("bytes of the cache on the device, of the exact cache's, both in bfloat16 (logarithmic)")
+    ax.set(xlim=(5, 135), ylim=(-3, 100), yticks=range(0, 101, 20))
+    ax.set_xlabel("bytes of the cache on the device, percent of the exact cache's, both in bfloat16 (logarithmic)")
     ax.set_ylabel("later questions answered right, %")
+    ax.set_title("SmolLM2-135M, 1,024 tokens of essays; bars are standard errors over 24 contexts", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
+    for k in (EXACT, BITS, TOKENS, HOST):
+        ax.plot([], [], "o", color=k.color, mfc=k.color if k.filled else "white", label=k.name)
+    ax.legend(loc="lower right", fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def _point(ax: Axes, p: Point) -> None:
+def _point(ax: Axes, p: Point, beside: tuple[float, float]) -> None:
+    """A point with its error, and its method's name at a place beside it."""
     mean, error = p.questions
-    on_host = p.host > 1
-    color = "C1" if on_host else "C2" if "budget" in p.method else "C0"
-    ax.errorbar(p.device, mean, error, color=color, marker="o", mfc="white" if on_host else color, capsize=2, lw=1)
-    ax.annotate(label(p.method), (p.device, mean), xytext=(6, 5), textcoords="offset points", fontsize=8)
+    color, filled = kind(p).color, kind(p).filled
+    ax.errorbar(p.device, mean, error, color=color, marker="o", mfc=color if filled else "white", capsize=2, lw=1)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 4}
+    ax.annotate(label(p.method), (p.device, mean), beside, fontsize=8, va="center", arrowprops=line, bbox=white)
 
 
 def main() -> None:

@@ -25,13 +25,15 @@ OWN_METHODS = {
     "last_tokens": "last_tokens:recent=6 + offload",
     "half": "half + kcache:n=4",
 }
-README_NAMES = {"long_text": "import os\n" * 200, "ids": [[1, 2, 3]], "more_ids": [[4]], "method": "int8"}
-"""What README's blocks use and no block of it defines."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
 def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_catalogue):
-    run_page(page, monkeypatch, tmp_path, **(README_NAMES if page == "README.md" else {}))
+    run_page(page, monkeypatch, tmp_path)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_every_page_with_code_is_run():

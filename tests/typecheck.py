@@ -69,9 +69,6 @@ kvjax.read_exactly(model, ["a text"])
 """
 """Wrong calls, one a line behind the first five; `kvjax.generate(.., methods.snapkv)` lacks the method's brackets."""
 
-GIVEN = {"README.md": 'long_text, ids, more_ids, method = "", [[1]], [[2]], "int8"'}
-"""What stands before the blocks of a page, for the names that it uses and defines nowhere."""
-
 NUM_RIGHT_LINES = 5  # of REFUSED
 
 
@@ -94,7 +91,6 @@ def pages() -> list[str]:
 def code_of(page: str) -> str:
     """All Python blocks of a document, each on the lines that it has there, so that errors name these."""
     lines = [""] * ((ROOT / page).read_text(encoding="utf-8").count("\n") + 1)
-    lines[0] = GIVEN.get(page, "")
     for block in code_blocks(page):
         if block.language == "python":
             code = block.code.splitlines()
