@@ -10,6 +10,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader, Reading
 from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.rescore import Rescore
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
@@ -54,6 +55,7 @@ __all__ = [
     "Scores",
     "Select",
     "Sizes",
+    "TokenBudget",
     "Traits",
     "Trial",
     "by_heads",

@@ -21,7 +21,7 @@ RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md":
 """Pages whose own tests run them, and look at what the blocks define."""
 
 OWN_METHODS = {
-    "value_norm": "value_norm:budget=8 + kvcrush + kivi:bits=4,group=4,residual=4",
+    "value_norm": "value_norm:budget=40% + kvcrush + kivi:bits=4,group=4,residual=4",
     "last_tokens": "last_tokens:recent=6 + offload",
     "half": "half + kcache:n=4",
 }
