@@ -3,7 +3,8 @@
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
 # make experiments   the small form of every table and figure of the papers, into experiments/results
-# make docs    the site, into site/           make dist      the wheel and the source distribution, into dist/
+# make docs    the site, into site/: site/index.html opens without a server, its search too
+# make dist      the wheel and the source distribution, into dist/
 # make check   lint, format and types      make format                  repair what can be repaired
 # Each creates .venv first, and again when pyproject.toml or constraints.txt changed; `make demo` installs only what the
 # demo needs, and the others what is missing then.

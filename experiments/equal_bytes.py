@@ -1,7 +1,7 @@
 """Every method at equal bytes: its quality where it takes 1/2 to 1/16 of what the full cache takes.
 
 python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
-python -m experiments.equal_bytes_page         writes docs/equal_bytes.md and its plot from the sum
+make docs                                      makes a page and a plot of the sum (docs/generate/equal_bytes.py)
 
 What is compared stands in equal_bytes.toml, or in --settings; a family may name `shares` of its own there. A setting
 is fitted by the bytes that it plans for a context of --length tokens, without room for answers, so that methods which

@@ -7,14 +7,12 @@ import re
 import pytest
 
 import kvjax
-from experiments import field_page, method_pages
 from kvjax.methods.catalogue import RECIPES, load_all
 from kvjax.testing import toy_model
 from tests.documents import FENCE, ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "experiments/README.md")
-GENERATED = re.compile(r"composition|field|equal_bytes.*")
-SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if not GENERATED.fullmatch(path.stem))
+SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 """The pages of the site that are written by hand."""
 PAGES = [page for page in (*DOCUMENTS, *SITE) if any(block.language in ("python", "sh") for block in code_blocks(page))]
 RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
@@ -89,35 +87,12 @@ def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_ca
         assert together[1] == kvjax.generate(model, prompts[1:], method, max_new_tokens=4).tokens[0]
 
 
-def test_the_pages_of_the_methods_are_those_of_the_code():
-    written = {path.name: path.read_text() for path in method_pages.PAGES.glob("*.md")}
-    assert written == method_pages.pages(), "run python -m experiments.method_pages"
+LINKS = [page for page in (*DOCUMENTS, "CHANGELOG.md", "experiments/LOG.md", *SITE) if page != "README.md"]
 
 
-def test_every_method_has_a_page_with_its_formula_and_its_measurements():
-    found = method_pages.measured()
-    assert {r.name for r in load_all().values() if not r.formula} == set()
-    assert {r.name for r in load_all().values() if r.example not in found} == set()
-
-
-def test_the_page_of_the_field_is_that_of_its_table_and_of_the_catalogue():
-    assert field_page.PAGE.read_text() == field_page.page(), "run python -m experiments.field_page"
-
-
-def test_the_survey_is_whole_and_most_of_it_is_here():
-    survey = [field_page.checked(system) for system in field_page.systems()["survey"]]
-    assert [system["number"] for system in survey] == list(range(1, 54))
-    assert sum("methods" in system or "calls" in system for system in survey) >= 45
-
-
-@pytest.mark.parametrize(
-    ("claim", "says"),
-    [
-        ({"methods": ["snapkv", "wishful"]}, "X claims the method 'wishful', which the catalogue does not have"),
-        ({"calls": ["kvjax.wishful"]}, "X claims kvjax.wishful, which there is not"),
-        ({}, "X has neither a method nor a call, nor a reason"),
-    ],
-)
-def test_a_row_that_claims_what_there_is_not_is_an_error(claim, says):
-    with pytest.raises(LookupError, match=says):
-        field_page.checked({"name": "X", **claim})
+@pytest.mark.parametrize("page", LINKS)
+def test_links_of_a_page_lead_to_files_of_the_repository(page):
+    """Generated pages are not in git: pages link to what is, and docs/hooks.py turns that into the site's page."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
+        assert ((ROOT / page).parent / target).exists(), target

@@ -70,12 +70,12 @@ PRESSES = {
     "TOVAPress": "tova",
     "RandomPress": "Its numbers are those of torch's generator; ours go by seed, head and position.",
     "ExpectedAttentionStatsPress": "Its statistics are downloaded for a model by name.",
-    "CapPress": "Not here, see docs/field.md.",
-    "CompactorPress": "Not here, see docs/field.md.",
-    "KVzapPress": "Not here, see docs/field.md.",
+    "CapPress": "Not here, see docs/generate/field.toml.",
+    "CompactorPress": "Not here, see docs/generate/field.toml.",
+    "KVzapPress": "Not here, see docs/generate/field.toml.",
     "LeverageScorePress": "A part of Compactor, which is not here.",
     "NonCausalAttnPress": "A part of Compactor, which is not here.",
-    "QFilterPress": "Not here, see docs/field.md.",
+    "QFilterPress": "Not here, see docs/generate/field.toml.",
 }
 """Every press of kvpress that scores tokens -> a stored case, or one sentence why there is nothing to compare."""
 

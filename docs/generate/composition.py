@@ -1,71 +1,48 @@
-"""Which methods compose, as a page: `python -m tests.contract.composition` writes docs/composition.md."""
+"""The page of which methods compose, decided by composing every pair."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
+import itertools
 
+from docs.generate.catalogue import code_list, pair_verdict, recipes, refusals
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import Recipe, load_all
-from kvjax.methods.pairs import Verdict, verdict
-
-PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+from kvjax.methods.catalogue import Recipe
 
 
-def fills(recipe: Recipe) -> str:
+def fills(recipe: Recipe) -> list[str]:
     """The slots that a recipe fills."""
     method, default = recipe.make(), Method()
     names = [f.name for f in dataclasses.fields(Method) if f.compare]
-    return ", ".join(f"`{name}`" for name in names if getattr(method, name) != getattr(default, name))
+    return [name for name in names if getattr(method, name) != getattr(default, name)]
 
 
-def short(found: Verdict) -> str:
-    """The reason of a "no", without the values of the slots that it names."""
-    inside = re.search(r": ([^:;]+); [a-z]+ .*$", found.reason)
-    return inside.group(1) if inside else found.reason.split(";")[0]
-
-
-def line(recipe: Recipe, recipes: dict[str, Recipe]) -> str:
+def row(recipe: Recipe) -> str:
     """The row of one method."""
-    refused: dict[str, list[str]] = {}
-    for other in recipes:
-        found = verdict(recipe.name, other) if other != recipe.name else Verdict(True)
-        if not found.works:
-            refused.setdefault(short(found), []).append(f"`{other}`")
-    reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in refused.items())
-    return f"| `{recipe.name}` | {fills(recipe)} | {reasons or 'none'} |"
+    reasons = "; ".join(f"{code_list(names)} ({reason})" for reason, names in refusals(recipe.name).items())
+    return f"| [`{recipe.name}`](methods/{recipe.name}.md) | {code_list(fills(recipe))} | {reasons or 'none'} |"
 
 
 def page() -> str:
     """The page."""
-    recipes = load_all()
-    names = sorted(recipes)
-    pairs = [verdict(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    ordered = {name: recipes[name] for name in names}
-    lines = "\n".join(line(recipe, ordered) for recipe in ordered.values())
-    works = sum(v.works for v in pairs)
+    pairs = list(itertools.combinations(recipes(), 2))
+    num_works = sum(pair_verdict(*pair).works for pair in pairs)
+    rows = "\n".join(map(row, recipes().values()))
     return f"""# Which methods compose
 
-Written by `python -m tests.contract.composition`; a test holds it to the code. `a + b` fills the slots of both; where
-it cannot, `IncompatibleMethod` says which slots and what to do. Of {len(pairs)} pairs of {len(names)} methods
-{works} compose.
+`a + b` fills the slots of both. Where it cannot, `IncompatibleMethod` says which slots and what to do. {num_works:,} of
+{len(pairs):,} pairs of {len(recipes())} methods compose; each pair was tried when this page was built.
 
-A method goes with every method but those that its row names, each with the reason.
+A method composes with every method except those in its row.
 
-| method | fills | does not go with |
+| method | fills | does not compose with |
 |---|---|---|
-{lines}
+{rows}
 
 - Methods that fill `represent`, `merge`, `shares` or `apart` may need a selection to stand on, as in
-  `snapkv:budget=256 + kvcrush`; a pair of these, or of one of these and a method without a selection, goes with one.
-- `specache + kivi` keeps the host's rows in low bits too; `offload + x` places on the host what x holds.
+  `snapkv:budget=256 + kvcrush`. Such a pair composes together with a selection.
+- `specache + kivi` keeps the host's tokens in low bits too; `offload + x` places on the host what `x` holds.
 
-All pairs that compose keep their shapes, dtypes and memory kinds through a step. So many of them that every two slots
-meet are run on ragged rows, and equal dense attention at their limits (`tests/contract/test_products.py`).
+The tests take a step with pairs of every kind and compare shapes, dtypes and memory kinds. Pairs that together fill
+every two slots are run on ragged batches and equal dense attention at their limits (`tests/contract/test_products.py`).
 """
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())

@@ -1,17 +1,13 @@
-"""The page of methods at equal bytes, from what `python -m experiments.equal_bytes` measured.
-
-python -m experiments.equal_bytes_page [RESULTS]    writes docs/equal_bytes.md and its plot; of RESULTS docs/NAME.md
-"""
+"""The pages of methods at equal bytes, from what `python -m experiments.equal_bytes` measured."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +18,9 @@ from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.summary import mean_error
 from kvjax.methods.strings import parts_given
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {RESULTS: "equal_bytes", RESULTS.with_name("equal_bytes.smollm2.json"): "equal_bytes.smollm2"}
+"""What was measured -> the name of its page."""
+
 TITLES = {
     "niah": "needles",
     "ruler.vt": "variable tracking",
@@ -32,6 +30,7 @@ TITLES = {
     "turns.essays": "later questions on essays",
     "humaneval.bits": "HumanEval's solutions",
 }
+MODELS = {"testbed": "the testbed model", "smollm2-135m": "SmolLM2-135M"}
 IN_BITS = ("ppl", "humaneval.bits")  # tasks that are measured in bits per byte, above the full cache's
 SMALLER = ("1/32", "1/64", "1/128")  # what methods take that leave nearly everything to the host
 BITS = (0, 0.01, 0.03, 0.1, 0.3, 1, 3)  # per byte above the full cache's; linear up to the second
@@ -79,6 +78,10 @@ class Result:
         if not len(values):
             return None, None
         return mean_error(self.differences(method, task) if task in IN_BITS else 100 * values)
+
+    def counts(self) -> str:
+        """How many contexts there are of each task, in words."""
+        return ", ".join(f"{len(self.contexts(FULL, task))} of {TITLES[task]}" for task in self.document["tasks"])
 
     def differences(self, method: str, task: str) -> np.ndarray:
         """Context by context, a method's scores minus the full cache's: points of a percentage, or bits per byte."""
@@ -185,8 +188,8 @@ def not_yet(result: Result) -> str:
     return f"\n## Not yet measured\n\n{names}\n" if names else ""
 
 
-def draw(result: Result, path: Path) -> None:
-    """Rows are families, columns tasks; in each panel one family's methods in colour, all others grey behind them."""
+def draw(result: Result) -> bytes:
+    """A PNG: rows are families, columns tasks; each panel has one family in colour, all others grey behind it."""
     tasks, rows = result.document["tasks"], result.families
     figure = Figure(figsize=(17, 2.6 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), len(tasks), sharex=True, sharey="col", squeeze=False)
@@ -210,7 +213,9 @@ def draw(result: Result, path: Path) -> None:
             ax.yaxis.set_major_formatter("{x:g}")
             ax.invert_yaxis()
     figure.supxlabel(f"share of the exact cache's bytes that the device holds, both in {result.dtype} (logarithmic)")
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
 
 
 def _panel(result: Result, family: str, task: str, ax: Any) -> None:
@@ -251,21 +256,30 @@ def _curves(result: Result, family: str, task: str) -> list[Curve]:
     return curves
 
 
+def fractions_table(result: Result, methods: Sequence[str]) -> str:
+    """Some methods, with their bytes in bfloat16."""
+    tasks = result.document["tasks"]
+    heads = ["method", "device", "host", *(TITLES[task] for task in tasks)]
+    rows = []
+    for method in methods:
+        sizes = (f"{fraction:.1%}" for fraction in result.bfloat16(method))
+        cells = (shown(task, *result.score(method, task)) for task in tasks)
+        rows.append(f"| `{method}` | {' | '.join((*sizes, *cells))} |")
+    return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
+
+
 def page(result: Result, plot: str | None) -> str:
     """The page, which shows the plot of that name, if there is one."""
     document = result.document
-    contexts = {task: len(result.contexts(FULL, task)) for task in document["tasks"]}
-    counts = ", ".join(f"{n} of {TITLES[task]}" for task, n in contexts.items())
     by_task = "\n\n".join(family_table(result, task) for task in document["tasks"])
     by_share = "\n\n".join(f"### {share}\n\n{share_table(result, share)}" for share in result.shares)
     beside_full = "\n\n".join(f"### {share}\n\n{difference_table(result, share)}" for share in result.shares)
     machine = document["machine"]
     shows = f"\n![quality against bytes]({plot})\n" if plot else ""
-    return f"""# Methods at equal bytes
+    return f"""# Methods at equal bytes: {MODELS.get(document["model"], document["model"])}
 
-Written by `python -m experiments.equal_bytes_page` from what `python -m experiments.equal_bytes` measured on
-`{document["model"]}`: contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds
-({counts};
+What `python -m experiments.equal_bytes` measured on `{document["model"]}`:
+contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds ({result.counts()};
 the windows of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit
 the share of the full cache's, both in {result.dtype}; several settings of one method are alternatives. The columns
 *bfloat16* say what the same settings take of the exact cache where both are held in bfloat16, as caches are in
@@ -294,17 +308,13 @@ bootstrap intervals of the mean, of contexts drawn anew 10,000 times.
 {left_out(result)}{not_yet(result)}"""
 
 
-def main() -> None:
-    """Writes the page, and the plot where there are several shares."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="what experiments.equal_bytes summed up")
-    path = p.parse_args().results
-    result, plot = Result(json.loads(path.read_text())), DOCS / f"{path.stem}.png"
-    curves = len(result.shares) > 1
-    if curves:
-        draw(result, plot)
-    (DOCS / f"{path.stem}.md").write_text(page(result, plot.name if curves else None))
-
-
-if __name__ == "__main__":
-    main()
+def pages() -> dict[str, str | bytes]:
+    """Path -> content: a page for each run, and a plot for each of several shares."""
+    found: dict[str, str | bytes] = {}
+    for results, name in PAGES.items():
+        result = Result(json.loads(results.read_text()))
+        plot = f"{name}.png" if len(result.shares) > 1 else None
+        found[f"{name}.md"] = page(result, plot)
+        if plot is not None:
+            found[plot] = draw(result)
+    return found

@@ -1,7 +1,4 @@
-"""The page of the field, from experiments/field.toml, the catalogue and what was measured on the shipped model.
-
-python -m experiments.field_page    writes docs/field.md
-"""
+"""The page of the field, from field.toml, the catalogue and what was measured on the testbed model."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from experiments.method_pages import measured
-from kvjax.methods.catalogue import load_all
+from docs.generate.catalogue import recipes
+from docs.generate.methods import planned, prose
+from experiments.methods import measured
 
-ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("field.toml")
-PAGE = ROOT / "docs" / "field.md"
 
 
 def systems() -> dict[str, list[dict[str, Any]]]:
@@ -28,7 +24,7 @@ def checked(system: dict[str, Any]) -> dict[str, Any]:
     """The system; raises LookupError where it claims a method or a call that there is not, or claims nothing."""
     name = system["name"]
     for method in system.get("methods", ()):
-        if method not in load_all():
+        if method not in recipes():
             raise LookupError(f"{name} claims the method {method!r}, which the catalogue does not have")
     for call in system.get("calls", ()):
         try:
@@ -53,18 +49,18 @@ def here(system: dict[str, Any]) -> str:
 
 def differs(system: dict[str, Any]) -> str:
     """What is not as in the papers or their public code."""
-    recipes = [load_all()[name] for name in system.get("methods", ())]
-    return " ".join(recipe.differs for recipe in recipes if recipe.differs) or system.get("differs", "")
+    ours = [recipes()[name] for name in system.get("methods", ())]
+    return " ".join(recipe.differs for recipe in ours if recipe.differs) or system.get("differs", "")
 
 
 def numbers(system: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     """Bytes, quality and speed of its first method, beside those of the full cache."""
-    recipes = [load_all()[name] for name in system.get("methods", ())]
-    row = next((found[recipe.example] for recipe in recipes if recipe.example in found), None)
-    if row is None:
+    ours = [recipes()[name] for name in system.get("methods", ())]
+    method = next((recipe.example for recipe in ours if recipe.example in found), None)
+    if method is None:
         return " | ".join([""] * 5)
-    full = found["full"]
-    sizes = (f"{row[kind] / full['device_bytes']:.1%}" for kind in ("device_bytes", "host_bytes"))
+    row, full = found[method], found["full"]
+    sizes = (f"{fraction:.1%}" for fraction in planned(method))
     quality = f"{row['recall']:.1%} | {row['code_bits'] - full['code_bits']:+.3f}"
     speed = f"{row['speed']:.2f}x" if "speed" in row else ""
     return f"{' | '.join(sizes)} | {quality} | {speed}"
@@ -86,7 +82,7 @@ def table(rows: list[dict[str, Any]], found: dict[str, dict[str, Any]], first: s
 
 def notes(rows: list[dict[str, Any]]) -> str:
     """What differs, system by system."""
-    return "\n".join(f"- **{system['name']}**: {differs(system)}" for system in rows if differs(system))
+    return "\n".join(f"- **{system['name']}**: {prose(differs(system))}" for system in rows if differs(system))
 
 
 def page() -> str:
@@ -94,15 +90,19 @@ def page() -> str:
     field, found = systems(), measured()
     survey, beside = field["survey"], field["beside"]
     works = sum("methods" in system or "calls" in system for system in survey)
-    return f"""# The field
+    return f"""---
+hide: [toc]
+---
 
-Written by `python -m experiments.field_page`; a test holds it to the catalogue. Of the {len(survey)} systems of the
-survey {works} are here; of the others each says why not, and what of its idea can be had.
+# The field
 
-The numbers are of the first method that is named, at the setting on its page, on the shipped model beside `full`:
-bytes of a context of 2,048 tokens on the device and on the host, as a share of the full cache's; questions about it
-that are answered exactly; bits per byte of held-out source code above the full cache's; how many times as fast as
-`full` it decodes eight contexts together, on two CPU cores (`experiments.method_pages --speed`).
+{works} of the {len(survey)} systems of the survey are here. Each of the others says why it is not, and what of its
+idea can be had.
+
+The numbers are of the first method that is named, at the setting on its page, on the testbed model: bytes of a context
+of 2,048 tokens on the device and on the host, as fractions of the exact cache's, both in bfloat16; questions that are
+answered exactly; bits per byte of held-out source code above `full`; how many times as fast as `full` it decodes eight
+contexts together, in float32 on two CPU cores (`python -m experiments.methods --speed`).
 
 ## The survey
 
@@ -116,7 +116,3 @@ that are answered exactly; bits per byte of held-out source code above the full 
 
 {notes([*survey, *beside])}
 """
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

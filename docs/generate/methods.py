@@ -1,113 +1,130 @@
-"""A page for each method, from its file and from what it measures on the shipped model.
-
-python -m experiments.method_pages --measure    measures every method that experiments/results/methods.json lacks
-python -m experiments.method_pages --speed      measures the speed of all methods; on a machine without other work
-python -m experiments.method_pages              writes docs/methods/
-"""
+"""A page for each method and each family, from the methods' files and from what was measured."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import inspect
+import functools
 import json
-import statistics
-import textwrap
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.progress import track
-
-from kvjax import demo, load
+import kvjax
+from docs.generate.catalogue import by_family, code_list, family_page, pair_verdict, recipes, refusals
+from docs.generate.equal_bytes import RESULTS, Result, fractions_table
+from docs.generate.parameters import describe
+from experiments.methods import measured
 from kvjax.cache.method import Method
-from kvjax.cli import use_compilation_cache
-from kvjax.eval.exam import exam
-from kvjax.eval.run.harness import SPEED_RUNS
-from kvjax.methods.catalogue import Recipe, load_all
-from kvjax.methods.pairs import Verdict, verdict
-from kvjax.methods.strings import parse
-from kvjax.run.generate import generate
+from kvjax.methods.catalogue import FAMILIES, Recipe
+from kvjax.methods.strings import parse, parts_given
 
-ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "docs" / "methods"
-MEASURED = ROOT / "experiments" / "results" / "methods.json"
+Measured = Mapping[str, Mapping[str, Any]]
+FULL = "full"
+CONTEXT = 2048  # tokens, of the contexts of `experiments.methods`
 TRAITS = {
     "exact": "attention is that of the full cache",
     "evicts": "some tokens are lost for good",
     "constant": "the cache stops growing",
     "host": "a part of it lives in host memory",
-    "after_prompt": "what stays is decided when the prompt ends, before later questions are known",
+    "after_prompt": "the tokens to keep are chosen when the prompt ends, before later questions are known",
 }
+PAPERS = {
+    r"(?<![\d.])(?:arXiv )?(\d{4}\.\d{5})(?!\d)": "[arXiv {0}](https://arxiv.org/abs/{0})",
+    r"\bopenreview (\w{10})\b": "[OpenReview {0}](https://openreview.net/forum?id={0})",
+}
+"""How a citation names a paper -> its link."""
+
+ON_TESTBED = f"""The testbed model computed in float32 and read eight contexts of {CONTEXT:,} tokens. Recall is of eight
+questions each, asked after the context was compressed; code is 512 tokens of held-out source code after 1,536. Device
+and host are fractions of the exact cache's bytes, both in bfloat16, as planned for {CONTEXT:,} tokens; the KiB are
+those of one context as it was measured, in float32. `python -m experiments.methods` measures it."""
 
 
-def measured() -> dict[str, dict[str, Any]]:
-    """What was measured, by method string."""
-    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-
-
-def measure(again: bool = False) -> None:
-    """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
-    found = {} if again else measured()
-    missing = [r.example for r in load_all().values() if r.example not in found]
-    asked = exam(load("testbed"), demo.SEED)
-    for row in demo.measure(asked, tuple(dict.fromkeys(["full", *missing]))):
-        kept = dataclasses.asdict(row)
-        del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
-        found.setdefault(row.method, kept)  # `full`, beside which all are measured, stays
-        _write(found)  # what is done stays if the run is stopped
-
-
-def measure_speed() -> None:
-    """Adds to each method how many times as fast as `full` it decodes, both in turns."""
-    found, asked = measured(), exam(load("testbed"), demo.SEED)
-
-    def rate(method: str) -> float:
-        how = {"max_new_tokens": 64, "eos_ids": (), "loop": "while"}
-        return generate(asked.model, asked.contexts, method, **how).tokens_per_second
-
-    for method, row in track(found.items(), "methods", transient=True):
-        row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))
-        _write(found)
-
-
-def _write(found: dict[str, dict[str, Any]]) -> None:
-    MEASURED.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def page(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:
+def page(recipe: Recipe) -> str:
     """One method's page."""
-    text = inspect.getdoc(recipe.make)
+    description = describe(recipe)
     parts = [
         f"# {recipe.name}",
-        text.splitlines()[0],
-        f"Source: {recipe.source}.",
+        prose(recipe.summary),
+        f"Source: {linked(prose(recipe.source))}. Family: [{recipe.family}](../{family_page(recipe.family)}). "
+        f"Code: `kvjax/methods/{recipe.make.__module__.rpartition('.')[2]}.py`.",
+        "## Use it",
+        usage(recipe),
+        "## Parameters",
+        parameters(recipe),
+        prose(description.notes),
         *_section("What it computes", recipe.formula),
         *_section("What differs from the paper or its public code", recipe.differs),
-        "## Parameters",
-        _parameters(recipe),
-        textwrap.dedent("\n".join(text.splitlines()[1:])).strip(),
-        "## What it is made of",
-        _slots(parse(recipe.example)),
-        "## Measured",
-        _measured(recipe, found),
+        *real_model(lambda method: recipe.name in names_in(method)),
+        "## On the testbed model",
+        testbed_table([FULL, recipe.example]),
+        ON_TESTBED,
+        "## Components",
+        components(parse(recipe.example)),
         "## With other methods",
-        _pairs(recipe),
+        pairs(recipe),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _section(title: str, text: str) -> list[str]:
-    return [f"## {title}", text] if text else []
+    return [f"## {title}", prose(text)] if text else []
 
 
-def _parameters(recipe: Recipe) -> str:
+def usage(recipe: Recipe) -> str:
+    """A command and a Python call to copy, with the setting that the page measures."""
+    return f"""```sh
+kvjax eval --methods "full; {recipe.example}" --out out/{recipe.name}
+```
+
+```python
+import kvjax
+
+method = {python_call(recipe.example)}
+```
+
+The string `{recipe.example}` and the value `method` are the same to every call, such as
+[`kvjax.generate`](../generation.md) and [`kvjax.eval.compare`](../evaluation.md)."""
+
+
+def python_call(text: str) -> str:
+    """The call that makes the method of a string."""
+
+    def argument(value: Any) -> str:
+        return repr(value if isinstance(value, bool | int | float | str) else str(value))
+
+    calls = [
+        f"kvjax.methods.{part.name}({', '.join(f'{key}={argument(value)}' for key, value in part.values.items())})"
+        for part in parts_given(text)
+    ]
+    return calls[0] if len(calls) == 1 else f"kvjax.compose({', '.join(calls)})"
+
+
+def parameters(recipe: Recipe) -> str:
+    """The table of parameters, those that are explained together in one row."""
     if not recipe.parameters:
         return "None."
-    rows = [f"| `{n}` | {p.annotation.__name__} | `{p.default}` |" for n, p in recipe.parameters.items()]
-    return "\n".join(["| parameter | type | default |", "|---|---|---|", *rows])
+    rows = []
+    for group in describe(recipe).groups:
+        of_group = [recipe.parameters[name] for name in group.names]
+        names = "<br>".join(f"`{name}`" for name in group.names)
+        defaults = "<br>".join(f"`{_written(p.default)}`" for p in of_group)
+        types = "<br>".join(_type(p.annotation) for p in of_group)
+        rows.append(f"| {names} | {types} | {defaults} | {prose(group.meaning, in_table=True)} |")
+    return "\n".join(["| parameter | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
-def _slots(method: Any) -> str:
+def _written(default: Any) -> str:
+    """A default as a string of a method has it; an empty text is shown as one."""
+    return f"{default}" or '""'
+
+
+def _type(annotation: type) -> str:
+    return "int, or a fraction such as `25%`" if annotation.__name__ == "Tokens" else annotation.__name__
+
+
+def components(method: Any) -> str:
+    """The slots that a method fills, and its traits."""
     default = Method()
     filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
     rows = [f"| `{name}` | `{value}` |" for name, value in filled.items() if value != getattr(default, name)]
@@ -116,81 +133,149 @@ def _slots(method: Any) -> str:
     return table + (f"\n\nIn short: {'; '.join(told)}." if told else "")
 
 
-def _measured(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:
-    names = [n for n in dict.fromkeys(("full", recipe.example)) if n in found]
-    if recipe.example not in names:
-        return "Not yet: `python -m experiments.method_pages --measure`."
-    head = ["| method | recall | code, bits per byte | predicts as `full` | device KiB | host KiB |", "|---" * 6 + "|"]
-    rows = [_row(name, found[name]) for name in names]
-    return "\n".join(head + rows) + (
-        "\n\nOn the shipped model: eight contexts of 2,048 tokens, eight questions each, asked after the context was\n"
-        "compressed; 512 tokens of held-out source code after 1,536; bytes of one context, float32."
+def pairs(recipe: Recipe) -> str:
+    """What a method composes with, folded away, and what it does not, by reason."""
+    others = [name for name in recipes() if name not in (recipe.name, FULL)]
+    works = [name for name in others if pair_verdict(recipe.name, name).works]
+    parts = ["Composes with none."]
+    if works:
+        links = ", ".join(f"[`{name}`]({name}.md)" for name in works)
+        parts = [f'??? note "Composes with {len(works)} of {len(others)} methods"\n\n    {links}']
+    if refused := refusals(recipe.name):
+        rows = [f"| {code_list(names)} | {prose(reason, in_table=True)} |" for reason, names in refused.items()]
+        parts.append("\n".join(["| does not compose with | because |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+@functools.cache
+def real_results() -> tuple[Result, ...]:
+    """What was measured at equal bytes on a real model."""
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.smollm2.json"))]
+    return tuple(Result(document) for document in documents if {"bfloat16", "scores"} <= document.keys())
+
+
+def names_in(method: str) -> list[str]:
+    """The recipes that a method string names."""
+    return [part.name for part in parts_given(method)]
+
+
+def real_model(wanted: Callable[[str], bool]) -> list[str]:
+    """The section of what real models do under the wanted methods; nothing where none was measured."""
+    found = []
+    for result in real_results():
+        methods = [method for method in result.document["scores"] if method != FULL and wanted(method)]
+        if methods:
+            found += [fractions_table(result, [FULL, *methods]), _setting(result)]
+    return ["## On a real model", *found] if found else []
+
+
+def _setting(result: Result) -> str:
+    document = result.document
+    machine, seeds = document["machine"], ", ".join(map(str, document["seeds"]))
+    return (
+        f"Model `{document['model']}`, computed in {document['computed_in']}; {document['length']:,} tokens, seeds "
+        f"{seeds}, contexts: {result.counts()}. Questions are percent right, asked after the context was compressed; "
+        "texts are bits per byte above `full`; errors are standard errors over contexts. Device and host are fractions "
+        f"of the exact cache's bytes, both in bfloat16. {machine['processor']}, JAX {machine['jax']}."
     )
 
 
-def _row(name: str, r: dict[str, Any]) -> str:
-    numbers = f"{r['recall']:.1%} | {r['code_bits']:.3f} | {r['agreement']:.1%}"
-    return f"| `{name}` | {numbers} | {r['device_bytes'] / 1024:,.0f} | {r['host_bytes'] / 1024:,.0f} |"
+@functools.cache
+def planned(method: str) -> tuple[float, float]:
+    """Bytes of a context on the device and on the host, of the exact cache's, both in bfloat16."""
+    planned = kvjax.planned_bytes(method, _testbed_config(), CONTEXT, dtype="bfloat16")
+    return planned.fraction_of_full, planned.host_fraction_of_full
 
 
-def _pairs(recipe: Recipe) -> str:
-    verdicts: dict[str, Verdict] = {n: verdict(recipe.name, n) for n in load_all() if n not in (recipe.name, "full")}
-    yes = ", ".join(f"`{n}`" for n, v in verdicts.items() if v.works)
-    no = [f"- `{n}`: {v.reason}" for n, v in verdicts.items() if not v.works]
-    first = f"Composes with {yes}." if yes else "Composes with none."
-    return "\n".join([first, "", "Not with:", "", *no]) if no else first
+@functools.cache
+def _testbed_config() -> Any:
+    return kvjax.load("testbed").config
 
 
-def index(found: dict[str, dict[str, Any]]) -> str:
-    """The list of all pages."""
+def testbed_table(methods: Sequence[str]) -> str:
+    """What was measured on the testbed model; says how to measure what was not."""
+    found = measured()
+    names = [name for name in dict.fromkeys(methods) if name in found]
+    rows = [_testbed_row(name, found[name]) for name in names]
+    heads = ["method", "device, bfloat16", "host, bfloat16", "recall", "code, bits per byte", "predicts as `full`"]
+    heads += ["device KiB, float32", "host KiB, float32"]
+    table = "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
+    missing = [name for name in methods if name not in found]
+    return table + (f"\n\nNot yet measured: {code_list(missing)}." if missing else "")
+
+
+def _testbed_row(name: str, row: Mapping[str, Any]) -> str:
+    device, host = planned(name)
+    numbers = f"{device:.1%} | {host:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
+    return f"| `{name}` | {numbers} | {row['device_bytes'] / 1024:,.0f} | {row['host_bytes'] / 1024:,.0f} |"
+
+
+def family(name: str) -> str:
+    """The page of a family."""
+    members = by_family()[name]
     rows = [
-        f"| [`{r.name}`]({r.name}.md) | {r.summary} | {_recall(r, found)} |"
-        for r in sorted(load_all().values(), key=lambda r: r.name)
+        f"| [`{r.name}`](../methods/{r.name}.md) | {prose(r.summary, in_table=True)} | `{r.example}` |" for r in members
     ]
-    return "\n".join(
-        [
-            "# The methods",
-            "",
-            "Written by `python -m experiments.method_pages` from the methods' own files; recall and device bytes are",
-            "those of the setting on the method's page, on the shipped model and contexts of 2,048 tokens.",
-            "",
-            "| method | | recall, device KiB |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    own = {recipe.name for recipe in members} - {FULL}
+    parts = [
+        f"# {_title(name)}",
+        prose(FAMILIES[name]),
+        "\n".join(["| method | what it does | to copy |", "|---|---|---|", *rows]),
+        *real_model(lambda method: bool(own & set(names_in(method)))),
+        "## On the testbed model",
+        testbed_table([FULL, *(recipe.example for recipe in members)]),
+        ON_TESTBED,
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _recall(recipe: Recipe, found: dict[str, dict[str, Any]]) -> str:
-    r = found.get(recipe.example)
-    return f"{r['recall']:.1%}, {r['device_bytes'] / 1024:,.0f}" if r else ""
+def _title(family: str) -> str:
+    return family[0].upper() + family[1:]
+
+
+def index() -> str:
+    """The page of all methods."""
+    parts = [
+        "# Methods",
+        f"{len(recipes())} methods in {len(FAMILIES)} families. A method is a string or a value: `snapkv:budget=25%` "
+        'is `kvjax.methods.snapkv(budget="25%")`, and `a + b` [composes two](../composition.md). `kvjax methods` '
+        "prints this list.",
+    ]
+    for name, members in by_family().items():
+        lines = [f"- [`{r.name}`]({r.name}.md): {prose(r.summary)}" for r in members]
+        parts += [f"## [{_title(name)}](../{family_page(name)})", prose(FAMILIES[name]), "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def pages() -> dict[str, str]:
-    """File name -> text, of all pages."""
-    found = measured()
-    return {"README.md": index(found)} | {f"{r.name}.md": page(r, found) for r in load_all().values()}
+    """Path -> text, of all pages."""
+    found = {"methods/index.md": index()}
+    found |= {family_page(name): family(name) for name in FAMILIES}
+    return found | {f"methods/{recipe.name}.md": page(recipe) for recipe in recipes().values()}
 
 
-def main() -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--measure", action="store_true", help="measure the methods that are missing first")
-    p.add_argument("--again", action="store_true", help="with --measure: all of them")
-    p.add_argument("--speed", action="store_true", help="measure how fast they decode")
-    args = p.parse_args()
-    use_compilation_cache()
-    if args.measure:
-        measure(args.again)
-    if args.speed:
-        measure_speed()
-    PAGES.mkdir(parents=True, exist_ok=True)
-    for old in PAGES.glob("*.md"):
-        old.unlink()
-    for name, text in pages().items():
-        (PAGES / name).write_text(text)
+def menu() -> list[Any]:
+    """The part of the menu with the methods: each family a group that opens with its own page."""
+    groups = {
+        _title(name): [family_page(name), *({r.name: f"methods/{r.name}.md"} for r in members)]
+        for name, members in by_family().items()
+    }
+    return ["methods/index.md", *({title: group} for title, group in groups.items())]
 
 
-if __name__ == "__main__":
-    main()
+def linked(text: str) -> str:
+    """A citation with links to the papers that it names."""
+    for pattern, link in PAPERS.items():
+        text = re.sub(pattern, lambda found, link=link: link.format(found[1]), text)
+    return text
+
+
+def prose(text: str, in_table: bool = False) -> str:
+    """Text of a docstring as Markdown: methods in quotes as code, and signs of formulas as they are."""
+    names = "|".join(recipes())
+    text = re.sub(rf"'((?:{names})(?:[: +][^']*)?)'", r"`\1`", text)
+    pieces = re.split(r"(`[^`]*`)", text)
+    escaped = [
+        piece if piece.startswith("`") else re.sub(r"([*_])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces
+    ]
+    return "".join(escaped).replace("|", r"\|") if in_table else "".join(escaped)

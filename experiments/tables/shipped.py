@@ -1,4 +1,4 @@
-"""The tables that ship with kvjax: `python -m tests.contract.shipped_tables [KIND ...]` makes them, all or some.
+"""The tables that ship with kvjax: `python -m experiments.tables.shipped [KIND ...]` makes them, all or some.
 
 Of every kind that is registered (kvjax/cache/tables.py) examples for the battery's layers, of random numbers, and a
 table for the shipped model, calibrated on the source code of Python's library, where a text can give one. For learned

@@ -295,9 +295,9 @@ def infllm(
 ) -> Method:
     """Sinks, a window, and the topk most relevant blocks of the past, whose rows live in pinned host memory.
 
-    block: tokens of a block. local: the window. representatives: tokens whose mean key stands for a block. chunk:
-    tokens processed at a time; the attention of the prompt is restricted too. per_head: a choice of blocks per
-    key/value head instead of one per layer.
+    block: tokens of a block. sinks: first tokens, which are always read. local: the window. topk: blocks that are read.
+    representatives: tokens whose mean key stands for a block. chunk: tokens processed at a time; the attention of the
+    prompt is restricted too. per_head: a choice of blocks per key/value head instead of one per layer.
     """
     read = Blocks(block, sinks, local, topk, representatives, chunk, per_head)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

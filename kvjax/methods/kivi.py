@@ -49,10 +49,10 @@ def kivi(
 ) -> Method:
     """Keys in groups of tokens per channel and values in groups of channels per token, in 1, 2, 4 or 8 bits.
 
-    group: elements that share a scale and a minimum (the paper: 32). residual: recent tokens in full precision (the
-    paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or "original" (KIVI's rule). Attention
-    in the prompt is exact; a residual as long as prompt and answer makes all of it exact. kernel: "auto", "xla" or
-    "pallas", see `kvjax.parts.Full`.
+    bits: of a code (the paper: 2 or 4). group: elements that share a scale and a minimum (the paper: 32). residual:
+    recent tokens in full precision (the paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or
+    "original" (KIVI's rule). kernel: "auto", "xla" or "pallas", see `kvjax.parts.Full`. Attention in the prompt is
+    exact; a residual as long as prompt and answer makes all of it exact.
     """
 
     def low(axis):

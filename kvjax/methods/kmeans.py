@@ -106,6 +106,7 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
 def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
     """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.
 
-    features: "keys", or "bits", those of kvcrush. The paper does not say which.
+    Use it as in 'snapkv:budget=256 + kmeans'. share: as in `kvcrush`. iterations: Lloyd's, of each row. features:
+    "keys", or "bits", those of kvcrush; the paper does not say which. seed: of the centroids that it starts from.
     """
     return Method(represent=KMeans(share, iterations, features, seed))

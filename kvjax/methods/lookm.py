@@ -103,7 +103,7 @@ def lookm(
     public code: a tenth of the prompt recent and as much heavy, and the first 4 where nothing tells images from text).
     rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`. images:
     the positions that leave first, in every row, as in "5-580/600-1175": for a model of text a part of the prompt that
-    matters less, such as a pasted table. Empty: no token has a prior, and this is H2O's choice with merging.
+    matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
     """
     return Method(
         select=selecting(TextPrior(_ranges(images)), budget, sinks, recent),

@@ -35,8 +35,9 @@ def pyramidkv(
 ) -> Method:
     """SnapKV's choice with many tokens in the first layers and few in the last, `budget` a layer on average.
 
-    beta: how much steeper than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the
-    budget), or "peer", kvpress' floating-point form. The others as in `snapkv`.
+    budget: prompt tokens kept per key/value head in the mean of all layers, the window included. beta: how much steeper
+    than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the budget), or "peer", kvpress'
+    floating-point form. window, kernel, pool, reduce, reduce_first, sinks, unit, per as in `snapkv`.
     """
     scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
     return Method(select=selecting(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))

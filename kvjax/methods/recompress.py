@@ -161,6 +161,7 @@ _KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:
 def recompress(every: int = 128) -> Method:
     """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
 
-    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer looks at the latest queries.
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. every: decoded tokens between compressions
+    (kvpress: 512). The scorer looks at the latest queries.
     """
     return Method(decode=Recompress(every))

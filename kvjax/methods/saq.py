@@ -34,8 +34,8 @@ def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> Method:
     """Full precision for the newest tokens, and then fewer bits with every block of tokens that follows them.
 
     bits: of the codes on each step, the newest first; each but the last holds `every` tokens. group: tokens of a
-    channel (keys) or channels of a token (values) that share a scale and a minimum, and every: the tokens that stay
-    exact at most, and move together (KIVI's 32 and 128). Attention in the prompt is exact; so is all of it while prompt
+    channel (keys) or channels of a token (values) that share a scale and a minimum (KIVI's 32). every: the tokens that
+    stay exact at most, and move together (KIVI's 128). Attention in the prompt is exact; so is all of it while prompt
     and answer together are fewer than `every` tokens.
     """
     try:

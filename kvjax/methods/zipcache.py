@@ -111,11 +111,12 @@ def zipcache(
 ) -> Method:
     """All tokens of a prompt in few bits, by channel (keys) and by token (values), and the least salient in fewer.
 
-    share: of each head's prompt tokens, the lowest, that are held in `low` bits; the others in `high` (the public
-    code: 40 %, 2 and 4). every: what is decoded stays exact until so many tokens have come, then all of them become
-    codes of `high` bits (100). probes: the share of prompt queries that saliency comes from, twice: the newest, and
-    some drawn by `seed` (5 %). normalise: the attention that a token receives from them, over all "queries" that see it
-    (the public code) or over the "probes" that do. Attention in the prompt is exact.
+    share: of each head's prompt tokens, the lowest, that are held in `low` bits (the public code: 40 %). low, high:
+    bits of these and of the others (the public code: 2 and 4). every: what is decoded stays exact until so many tokens
+    have come, then all of them become codes of `high` bits (100). probes: the share of prompt queries that saliency
+    comes from, twice: the newest, and some drawn by `seed` (5 %). normalise: the attention that a token receives from
+    them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
+    exact.
     """
     tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
     return Method(apart=tier, k=Channels(high, every), v=SeparableTokens(high, every))

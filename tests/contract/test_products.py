@@ -17,7 +17,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.pairs import verdict
-from tests.contract import composition, layer
+from tests.contract import layer
 from tests.contract.table import PAIRS, RECIPES, pair, parts, together
 
 NUMBER = re.compile(r"[\d.]+")
@@ -102,10 +102,6 @@ def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_tw
     verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
     assert len(verdicts) == 120
     assert len([p for p, v in verdicts.items() if not v.works and not v.reason.startswith("both ")]) <= 12
-
-
-def test_the_documented_table_of_pairs_is_this_one():
-    assert composition.PAGE.read_text() == composition.page(), "run python -m tests.contract.composition"
 
 
 @functools.cache

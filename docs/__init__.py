@@ -1,0 +1,1 @@
+"""The documentation: hand-written pages, and `docs.generate`, which writes the others."""

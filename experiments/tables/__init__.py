@@ -1,0 +1,1 @@
+"""What makes the tables that ship with kvjax."""
