@@ -58,7 +58,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         linked: set[str] = set()
         content = _on_the_site(document, linked)
         if document in PAGES:
-            files.append(File.generated(config, PAGES[document], content=content))
+            # Other pages come first in the search: these mention every method.
+            meta = "---\nsearch:\n  boost: 0.5\n---\n\n"
+            files.append(File.generated(config, PAGES[document], content=meta + content))
         for path in sorted(linked):
             if files.get_file_from_path(path) is None:
                 files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
@@ -103,9 +105,10 @@ def _indented(text: str) -> str:
     return re.sub(r"^(    .*\n)(?=\d+\. )", r"\1\n", text, flags=re.M)
 
 
-class Brackets(griffe.Extension):
-    """Docstrings in which [layer][row] are axes, and no link of Markdown."""
+class Docstrings(griffe.Extension):
+    """Docstrings as the site reads them: [layer][row] are axes and no link, and an example may be a session of Python."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = obj.docstring.value.replace("][", "]\\[")
+            text = obj.docstring.value.replace("][", "]\\[")
+            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.M)

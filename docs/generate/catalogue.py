@@ -25,7 +25,7 @@ def by_family() -> dict[str, list[Recipe]]:
 
 def family_page(family: str) -> str:
     """The path of a family's page."""
-    return f"families/{family.replace(' ', '_')}.md"
+    return f"families/{family.replace(' ', '_')}/index.md"
 
 
 @functools.cache

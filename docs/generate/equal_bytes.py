@@ -278,16 +278,18 @@ def page(result: Result, plot: str | None) -> str:
     shows = f"\n![quality against bytes]({plot})\n" if plot else ""
     return f"""# Methods at equal bytes: {MODELS.get(document["model"], document["model"])}
 
-What `python -m experiments.equal_bytes` measured on `{document["model"]}`:
-contexts of {document["length"]:,} tokens, {len(document["seeds"])} seeds ({result.counts()};
-the windows of text are the same for all seeds). Each method has the largest size whose planned bytes on the device fit
-the share of the full cache's, both in {result.dtype}; several settings of one method are alternatives. The columns
-*bfloat16* say what the same settings take of the exact cache where both are held in bfloat16, as caches are in
-practice. The model computed in {document.get("computed_in", "float32")}. Questions come after the context was
-compressed, except the first of a conversation, which ends the prompt: *later questions* are those after it. *Text* is
-bits per byte above the full cache's. Errors are standard errors over contexts, of all seeds together, of text those of
-paired differences.
-{machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
+`python -m experiments.equal_bytes` measured this on `{document["model"]}`, with contexts of {document["length"]:,}
+tokens.
+
+- **Bytes.** Each method has the largest size whose planned bytes on the device fit the fraction of the exact cache's,
+  both in {result.dtype}; several settings of one method are alternatives. The columns *bfloat16* say what the same
+  settings take of the exact cache where both are held in bfloat16, as caches are in practice. The model computed in
+  {document.get("computed_in", "float32")}.
+- **Questions** are asked after the context was compressed, except the first of a conversation, which ends the prompt:
+  *later questions* are those after it. **Text** is bits per byte above the full cache's.
+- **Contexts**: {result.counts()}, of {len(document["seeds"])} seeds together; the windows of text are the same for all
+  seeds. Errors are standard errors over contexts, of text those of paired differences.
+- **Machine**: {machine["processor"]}, {machine["cores"]} cores, JAX {machine["jax"]}.
 {shows}
 ## Which family where
 

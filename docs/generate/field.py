@@ -67,7 +67,7 @@ def numbers(system: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
 
 
 HEAD = """| {first} | system | what it does | here | device | host | recall | code | speed |
-|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---:|---:|---:|---:|---:|"""
 
 
 def table(rows: list[dict[str, Any]], found: dict[str, dict[str, Any]], first: str) -> str:

@@ -214,7 +214,8 @@ def family(name: str) -> str:
     """The page of a family."""
     members = by_family()[name]
     rows = [
-        f"| [`{r.name}`](../methods/{r.name}.md) | {prose(r.summary, in_table=True)} | `{r.example}` |" for r in members
+        f"| [`{r.name}`](../../methods/{r.name}.md) | {prose(r.summary, in_table=True)} | `{r.example}` |"
+        for r in members
     ]
     own = {recipe.name for recipe in members} - {FULL}
     parts = [
