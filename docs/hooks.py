@@ -106,7 +106,7 @@ def _indented(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings as the site reads them: [layer][row] are axes and no link, and an example may be a session of Python."""
+    """Docstrings as the site reads them: [layer][row] are axes and no link, and an example is a session of Python."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
