@@ -256,15 +256,18 @@ def _curves(result: Result, family: str, task: str) -> list[Curve]:
     return curves
 
 
+def fractions_row(result: Result, method: str) -> str:
+    """A row of `fractions_table`."""
+    sizes = (f"{fraction:.1%}" for fraction in result.bfloat16(method))
+    cells = (shown(task, *result.score(method, task)) for task in result.document["tasks"])
+    return f"| `{method}` | {' | '.join((*sizes, *cells))} |"
+
+
 def fractions_table(result: Result, methods: Sequence[str]) -> str:
     """Some methods, with their bytes in bfloat16."""
     tasks = result.document["tasks"]
     heads = ["method", "device", "host", *(TITLES[task] for task in tasks)]
-    rows = []
-    for method in methods:
-        sizes = (f"{fraction:.1%}" for fraction in result.bfloat16(method))
-        cells = (shown(task, *result.score(method, task)) for task in tasks)
-        rows.append(f"| `{method}` | {' | '.join((*sizes, *cells))} |")
+    rows = [fractions_row(result, method) for method in methods]
     return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import kvjax
 from docs.generate.catalogue import by_family, code_list, family_page, pair_verdict, recipes, refusals
-from docs.generate.equal_bytes import RESULTS, Result, fractions_table
+from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
 from docs.generate.parameters import describe
 from experiments.methods import measured
 from kvjax.cache.method import Method
@@ -161,9 +161,13 @@ def names_in(method: str) -> list[str]:
 
 def real_model(wanted: Callable[[str], bool]) -> list[str]:
     """The section of what real models do under the wanted methods; nothing where none was measured."""
-    found = []
+    found, shown = [], set()
     for result in real_results():
         methods = [method for method in result.document["scores"] if method != FULL and wanted(method)]
+        # Runs share methods: what another one says, number for number, is said once.
+        rows = {method: fractions_row(result, method) for method in methods}
+        methods = [method for method, row in rows.items() if row not in shown]
+        shown |= set(rows.values())
         if methods:
             found += [fractions_table(result, [FULL, *methods]), _setting(result)]
     return ["## On a real model", *found] if found else []
