@@ -78,6 +78,13 @@ def test_a_meaning_is_one_sentence_in_the_words_of_the_method_that_it_refers_to(
     assert [names for names, _ in groups] == [("rotate",), ("clip",)] and notes.startswith("Attention in the prompt is")
 
 
+def test_classes_that_a_docstring_refers_to_are_on_the_page():
+    page = methods.page(recipes()["kvcrush"])
+    assert "both are explained in `KVCrush`" in page and "### KVCrush" in page
+    assert "Representatives by one distance: each unit's bits against one anchor" in page
+    assert "### lococo tables" in methods.page(recipes()["lococo"])
+
+
 def test_pages_do_not_depend_on_what_a_user_has_registered(clean_catalogue):
     before = methods.page(recipes()["snapkv"]), methods.index(), composition.page()
 

@@ -266,7 +266,7 @@ def fractions_row(result: Result, method: str) -> str:
 def fractions_table(result: Result, methods: Sequence[str]) -> str:
     """Some methods, with their bytes in bfloat16."""
     tasks = result.document["tasks"]
-    heads = ["method", "device", "host", *(TITLES[task] for task in tasks)]
+    heads = ["method", "device, bfloat16", "host, bfloat16", *(TITLES[task] for task in tasks)]
     rows = [fractions_row(result, method) for method in methods]
     return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
 

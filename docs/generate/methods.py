@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_
 from docs.generate.parameters import describe
 from experiments.methods import measured
 from kvjax.cache.method import Method
+from kvjax.cache.tables import KINDS
 from kvjax.methods.catalogue import FAMILIES, Recipe
 from kvjax.methods.strings import parse, parts_given
 
@@ -61,6 +64,7 @@ def page(recipe: Recipe) -> str:
         ON_TESTBED,
         "## Components",
         components(parse(recipe.example)),
+        *explained(recipe),
         "## With other methods",
         pairs(recipe),
     ]
@@ -131,6 +135,14 @@ def components(method: Any) -> str:
     told = [said for name, said in TRAITS.items() if getattr(method.traits, name)]
     table = "\n".join(["| slot | value |", "|---|---|", *rows]) if rows else "Every slot has its default."
     return table + (f"\n\nIn short: {'; '.join(told)}." if told else "")
+
+
+def explained(recipe: Recipe) -> list[str]:
+    """What the classes say to which a docstring refers: `KVCrush`, or that of a kind of table."""
+    module = sys.modules[recipe.make.__module__]
+    found = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", recipe.text)}
+    found |= {f"{kind} tables": type(KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
+    return [f"### {name}\n\n{prose(inspect.getdoc(told) or '')}" for name, told in found.items()]
 
 
 def pairs(recipe: Recipe) -> str:
