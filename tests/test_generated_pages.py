@@ -43,15 +43,15 @@ def test_a_page_has_lines_to_copy_that_make_its_method(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_explains_every_parameter_with_its_default(name):
-    rows = {cells[0]: cells for cells in table_rows(methods.page(recipes()[name])) if len(cells) == 4}
+    page = methods.page(recipes()[name])
+    section = page[page.index("## Parameters") : page.index("## What it computes")]
     explained: list[str] = []
-    for names, types, defaults, meaning in rows.values():
-        if names.startswith("`"):
-            columns = [cell.replace("`", "").split("<br>") for cell in (names, types, defaults)]
-            for parameter, _, default in zip(*columns, strict=True):
-                assert default == (str(recipes()[name].parameters[parameter].default) or '""')
-                explained.append(parameter)
-            assert len(meaning) > 5
+    for given, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
+        for text in given.split("<br>"):
+            parameter, default, kind = re.fullmatch(r"`(\w+)=([^`]*)` (.+)", text).groups()
+            assert default == (str(recipes()[name].parameters[parameter].default) or '""') and kind
+            explained.append(parameter)
+        assert len(meaning) > 5
     assert sorted(explained) == sorted(recipes()[name].parameters)
 
 

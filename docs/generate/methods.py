@@ -110,21 +110,16 @@ def parameters(recipe: Recipe) -> str:
         return "None."
     rows = []
     for group in describe(recipe).groups:
-        of_group = [recipe.parameters[name] for name in group.names]
-        names = "<br>".join(f"`{name}`" for name in group.names)
-        defaults = "<br>".join(f"`{_written(p.default)}`" for p in of_group)
-        types = "<br>".join(_type(p.annotation) for p in of_group)
-        rows.append(f"| {names} | {types} | {defaults} | {prose(group.meaning, in_table=True)} |")
-    return "\n".join(["| parameter | type | default | meaning |", "|---|---|---|---|", *rows])
+        given = "<br>".join(map(_default, (recipe.parameters[name] for name in group.names)))
+        rows.append(f"| {given} | {prose(group.meaning, in_table=True)} |")
+    return "\n".join(["| parameter and default | meaning |", "|---|---|", *rows])
 
 
-def _written(default: Any) -> str:
-    """A default as a string of a method has it; an empty text is shown as one."""
-    return f"{default}" or '""'
-
-
-def _type(annotation: type) -> str:
-    return "int, or a fraction such as `25%`" if annotation.__name__ == "Tokens" else annotation.__name__
+def _default(parameter: inspect.Parameter) -> str:
+    """A parameter with its default as a string of a method has it, and its type; an empty text is shown as one."""
+    kind = "int or `25%`" if parameter.annotation.__name__ == "Tokens" else parameter.annotation.__name__
+    default = '""' if parameter.default == "" else parameter.default
+    return f"`{parameter.name}={default}` {kind}"
 
 
 def components(method: Any) -> str:
@@ -230,14 +225,14 @@ def family(name: str) -> str:
     """The page of a family."""
     members = by_family()[name]
     rows = [
-        f"| [`{r.name}`](../../methods/{r.name}.md) | {prose(r.summary, in_table=True)} | `{r.example}` |"
+        f"| [`{r.name}`](../../methods/{r.name}.md) | {prose(r.summary, in_table=True)}<br>`{r.example}` |"
         for r in members
     ]
     own = {recipe.name for recipe in members} - {FULL}
     parts = [
         f"# {_title(name)}",
         prose(FAMILIES[name]),
-        "\n".join(["| method | what it does | to copy |", "|---|---|---|", *rows]),
+        "\n".join(["| method | what it does, and a line to copy |", "|---|---|", *rows]),
         *real_model(lambda method: bool(own & set(names_in(method)))),
         "## On the testbed model",
         testbed_table([FULL, *(recipe.example for recipe in members)]),
