@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.cache.accounting import CacheBytes
 from kvjax.explore import state
 from kvjax.explore.record import Explored, Watching
 
@@ -57,5 +58,7 @@ def watching(name: str, number: int, attention: np.ndarray, prompt: int) -> Watc
     off = np.where((held > 0) & (at < prompt - 5), (0, 0, 5 * 16 + 7)[number % 3], 0).astype(np.uint8)
     lost = np.where(held & state.HELD, 0, attention).sum(-1).astype(np.float32)
     says = list(range(2, steps + 2))
-    size = {"device": 10240, "pinned_host": 2048 * number}
+    size = CacheBytes(
+        {"device": 10240, "pinned_host": 2048 * number}, {"device": 512, "pinned_host": 0}, 20480, "bfloat16"
+    )
     return Watching(name, held, off, lost, says, [0, 2, 2], size, number == 1)
