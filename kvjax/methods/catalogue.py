@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
+import math
 import numbers
+import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
+import numpy as np
+
 import kvjax.methods
+from kvjax.cache.select.budgets import Tokens
 from kvjax.core.types import KvjaxError
 from kvjax.methods.trial import Trial
 
@@ -100,9 +106,12 @@ def recipe(
 
         @functools.wraps(make)
         def named(*args: P.args, **kwargs: P.kwargs) -> M:
-            given = signature.bind(*args, **kwargs).arguments
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as e:
+                raise TypeError(_why_no_call(make.__name__, signature, kwargs, e)) from None
             for key, value in given.items():
-                _check_number(make.__name__, signature.parameters[key], value)
+                _check_value(make.__name__, signature.parameters[key], value)
             text = ",".join(f"{k}={v}" for k, v in given.items())
             method = make(*args, **kwargs)
             if not hasattr(method, "recipe"):
@@ -148,17 +157,63 @@ def file_of(make: Callable[..., Any]) -> Path | None:
     return file.resolve() if file and file.is_file() else None
 
 
-def _check_number(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
-    """Raises KvjaxError for what is no number where one belongs, or too large to be one of a device."""
-    kind = {int: numbers.Integral, float: numbers.Real}.get(parameter.annotation, object)
-    name = f"parameter {parameter.name!r} of {recipe}"
-    if kind is not object and (not isinstance(value, kind) or isinstance(value, bool) or value != value):
-        said = f"{parameter.annotation.__name__}, got {value!r:.60} (default {parameter.default})"
-        raise KvjaxError(f"{name} is {said}")
+KINDS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: (bool, np.bool_), str: (str, os.PathLike)}
+"""What a call may give for a parameter of these types."""
+
+
+def _check_value(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raises KvjaxError for a value of another type than the parameter's, or a number that no device has."""
+    want, name = parameter.annotation, f"parameter {parameter.name!r} of {recipe}"
+    if want is Tokens:
+        try:
+            Tokens(value)
+        except KvjaxError as e:
+            raise KvjaxError(f"{name}: {e}") from None
+    elif want in KINDS:
+        is_number = want in (int, float)
+        if not isinstance(value, KINDS[want]) or (is_number and (isinstance(value, bool) or value != value)):
+            raise KvjaxError(is_no_value(recipe, parameter, value))
     if (
         isinstance(value, numbers.Real) and abs(cast(float, value)) > LARGEST
     ):  # also of what is a number or something else
         raise KvjaxError(f"{name} must be at most {LARGEST:,}, got {value!r:.60}; no text is so long")
+
+
+def is_no_value(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
+    """The error that says which type a parameter has, and what to write for a number of another one."""
+    want, name = parameter.annotation, parameter.name
+    said = f"parameter {name!r} of {recipe} is {want.__name__}, got {given!r:.60} (default {parameter.default!r})"
+    try:
+        value = None if isinstance(given, bool) or want not in (int, float) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        value = None
+    if value is None or not abs(value) <= LARGEST:
+        return said
+    if want is float or value == int(value):
+        return f"{said}; write {name}={value:.12g}"
+    return f"{said}; write {name}={math.floor(value)} or {name}={math.ceil(value)}"
+
+
+def has_no_parameter(recipe: str, name: str, known: Sequence[str]) -> str:
+    """The error that names the parameter that is nearest, and all of them."""
+    close = nearest(name, known)
+    has = f"has {', '.join(known)}" if known else "has none"
+    return f"{recipe} has no parameter {name!r}" + (f"{close} It {has}" if close else f"; it {has}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the name that is nearest to one that nobody knows; nothing where all are far."""
+    close = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _why_no_call(recipe: str, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> str:
+    """What is wrong with a call, as Python says it, or by the keyword that the recipe has not."""
+    known = list(signature.parameters)
+    for name in given:
+        if name not in known:
+            return has_no_parameter(recipe, name, known)
+    return f"{recipe}: {error}; it has {', '.join(known) or 'no parameters'}"
 
 
 def load_all() -> dict[str, Recipe]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import ast
 import functools
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from kvjax.cache import compose as slots
 from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
 from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import Recipe, is_ours, load_all
+from kvjax.methods.catalogue import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
@@ -127,7 +128,35 @@ def name_of(method: str | KVMethod) -> str:
 
 def _calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The recipes that a string names, in order, with the parameters that it gives."""
-    return [_call(part) for part in text.split("+")]
+    parts = text.split("+")
+    if any(map(CALL.match, parts)):
+        written = [_as_string(part) if CALL.match(part) else part.strip() for part in parts]
+        example = "snapkv:budget=1024, for example, or snapkv:budget=1024,window=16"
+        remedy = example if None in written else repr(" + ".join(cast(list[str], written)))
+        raise KvjaxError(f"a method as a string is no call; write {remedy} for {text.strip()!r:.200}")
+    return [_call(part) for part in parts]
+
+
+CALL = re.compile(r"\s*[\w.]+\s*\(")
+"""How a call of Python begins, as in "snapkv(budget=64)"."""
+
+
+def _as_string(call: str) -> str | None:
+    """The method's string that says what a call of a recipe in Python says; None where none does.
+
+    Raises KvjaxError for a recipe that nobody knows.
+    """
+    recipe = recipe_of(call.partition("(")[0].strip().rpartition(".")[2])
+    known = list(recipe.parameters)
+    try:
+        found = cast(ast.Call, ast.parse(call.strip(), mode="eval").body)
+        values = [ast.literal_eval(x) for x in found.args]
+        named = {str(x.arg): ast.literal_eval(x.value) for x in found.keywords}
+    except (SyntaxError, ValueError, AttributeError):  # cut short, no literal, or more than a call
+        return None
+    if len(values) > len(known):
+        return None
+    return joined([Part(recipe.name, dict(zip(known, values, strict=False)) | named)])
 
 
 def recipe_of(name: str) -> Recipe:
@@ -136,9 +165,9 @@ def recipe_of(name: str) -> Recipe:
     if name in recipes:
         return recipes[name]
     _check_no_path(name)
-    nearest = _nearest(name, recipes) or ";"
+    close = nearest(name, recipes) or ";"
     raise KvjaxError(
-        f"unknown method {name!r}{nearest} `kvjax methods` lists them all, and one of your own is "
+        f"unknown method {name!r}{close} `kvjax methods` lists them all, and one of your own is "
         "known after --load FILE (in Python kvjax.parts.load_methods(FILE)), or if an installed package has it as "
         "an entry point of the group kvjax.methods"
     )
@@ -166,8 +195,7 @@ def _argument(recipe: Recipe, text: str) -> tuple[str, Any]:
     known = recipe.parameters
     if key not in known:
         _check_no_path(key)
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise KvjaxError(f"{recipe.name} has no parameter {key!r}{_nearest(key, known)}; {has}")
+        raise KvjaxError(has_no_parameter(recipe.name, key, list(known)))
     if not equals or not value:
         raise KvjaxError(f"parameter {key!r} of {recipe.name} needs a value, as in {key}={known[key].default}")
     return key, _value(recipe.name, known[key], value)
@@ -190,10 +218,4 @@ def _value(recipe: str, parameter: inspect.Parameter, text: str) -> Any:
     except KvjaxError as e:
         raise KvjaxError(f"parameter {parameter.name!r} of {recipe}: {e}") from None
     except (ValueError, KeyError):
-        said = f"{want.__name__}, got {text!r:.60} (default {parameter.default})"
-        raise KvjaxError(f"parameter {parameter.name!r} of {recipe} is {said}") from None
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+        raise KvjaxError(is_no_value(recipe, parameter, text)) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,13 +82,31 @@ class Tokens:
         if isinstance(given, Budget):
             return given
         try:
-            if isinstance(given, str) and given.endswith("%"):
-                return Ratio(float(given[:-1]) / 100)
-            return int(given)
+            if isinstance(given, str):
+                return Ratio(float(given[:-1]) / 100) if given.endswith("%") else int(given)
         except (ValueError, KvjaxError):
-            raise KvjaxError(
-                f"a budget is a number of tokens, or a share of each prompt from above 0% to 100%, got {given!r:.60}"
-            ) from None
+            pass  # refused below, like what is no text
+        if isinstance(given, numbers.Integral) and not isinstance(given, bool):
+            return int(given)
+        raise KvjaxError(
+            f"a budget is a number of tokens, or a share of each prompt from above 0% to 100%, got {given!r:.60}"
+            + _remedy(given)
+        )
+
+
+def _remedy(given: object) -> str:
+    """What to write for something that is no budget; nothing where nobody can tell what was meant."""
+    if isinstance(given, bool):
+        return "; write a number of tokens, as in budget=256"
+    try:
+        value = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    if 0 < value < 1:
+        # Of a text nobody knows whether it stood in quotes, in Python, or in none, in a method's string.
+        share = f"{100 * value:.12g}%" if isinstance(given, str) else f'budget="{100 * value:.12g}%"'
+        return f"; for this share write {share}"
+    return f"; write budget={int(value)}, a whole number of tokens" if 1 <= value < math.inf else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +206,8 @@ def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protec
 
 
 def _positive(tokens: int) -> None:
+    if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
+        raise KvjaxError(f"a budget is a whole number of tokens per layer, got {tokens!r:.60}")
     if tokens < 1:
         raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")
 

@@ -1,0 +1,108 @@
+"""What somebody does first, and does slightly wrong: each is refused, and the error gives what to write instead."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import kvjax
+from kvjax import KvjaxError, methods
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedy"),
+    [
+        (100.9, "got 100.9; write budget=100, a whole number of tokens"),
+        (256.0, "got 256.0; write budget=256, a whole number of tokens"),
+        (0.25, 'got 0.25; for this share write budget="25%"'),
+        (0.001, 'got 0.001; for this share write budget="0.1%"'),
+        (True, "got True; write a number of tokens, as in budget=256"),
+        (None, "got None"),
+        (float("nan"), "got nan"),
+        ("100.9", "got '100.9'; write budget=100, a whole number of tokens"),
+        ("0.25", "got '0.25'; for this share write 25%"),
+    ],
+)
+@pytest.mark.parametrize("method", ["snapkv", "kvzip", "random"])
+def test_a_budget_is_whole_or_a_share(method, budget, remedy):
+    with pytest.raises(KvjaxError, match=f"parameter 'budget' of {method}: a budget is a .*" + re.escape(remedy)):
+        getattr(methods, method)(budget=budget)
+
+
+@pytest.mark.parametrize(("text", "remedy"), [("0.25", "for this share write 25%"), ("64.0", "budget=64, a")])
+def test_a_budget_in_a_string_has_its_remedy_as_a_string(text, remedy):
+    with pytest.raises(KvjaxError, match=re.escape(remedy)):
+        kvjax.parse(f"snapkv:budget={text}")
+    assert kvjax.parse("snapkv:budget=25%") == methods.snapkv(budget="25%")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: methods.kivi(bits=4.0), "parameter 'bits' of kivi is int, got 4.0 (default 2); write bits=4"),
+        (lambda: kvjax.parse("kivi:bits=4.0"), "parameter 'bits' of kivi is int, got '4.0' (default 2); write bits=4"),
+        (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5 (default 128); write n=1 or n=2"),
+        (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8' (default 128); write n=8"),
+        (lambda: methods.snapkv(sinks=True), "parameter 'sinks' of snapkv is int, got True (default 0)"),
+        (lambda: methods.kvzip(plus="no"), "parameter 'plus' of kvzip is bool, got 'no' (default False)"),
+        (lambda: methods.keydiff(unit=3), "parameter 'unit' of keydiff is str, got 3 (default 'token')"),
+        (lambda: methods.ems(band="1"), "parameter 'band' of ems is float, got '1' (default 1.0); write band=1"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_what_to_write(make, says):
+    with pytest.raises(KvjaxError, match=re.escape(says)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: methods.snapkv(buget=64),
+            "snapkv has no parameter 'buget'; did you mean 'budget'? It has budget, window, kernel, pool, reduce, ",
+        ),
+        (lambda: methods.full(budget=64), "full has no parameter 'budget'; it has none"),
+        (lambda: methods.kivi(budget=64), "kivi has no parameter 'budget'; it has bits, "),
+        (lambda: methods.int8(1, 2, 3, 4), "int8: too many positional arguments; it has "),
+    ],
+)
+def test_a_wrong_keyword_of_a_method_is_named_with_the_nearest_and_all(make, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("call", "string"),
+    [
+        ("snapkv(budget=64)", "snapkv:budget=64"),
+        ("snapkv(budget='25%', window=16)", "snapkv:budget=25%,window=16"),
+        ("snapkv(64)", "snapkv:budget=64"),
+        ("snapkv()", "snapkv"),
+        ("kvjax.methods.snapkv(budget=64)", "snapkv:budget=64"),
+        ("methods.kivi(bits=4)", "kivi:bits=4"),
+        ("snapkv(budget=64) + kivi(bits=4)", "snapkv:budget=64 + kivi:bits=4"),
+        ("snapkv:budget=64 + kivi(bits=4)", "snapkv:budget=64 + kivi:bits=4"),
+        ("kvzip(plus=True)", "kvzip:plus=True"),
+        ("random(256, seed=-1)", "random:budget=256,seed=-1"),
+    ],
+)
+def test_a_call_as_a_string_is_answered_with_the_string(call, string):
+    with pytest.raises(KvjaxError, match="a method as a string is no call; write " + re.escape(f"'{string}'")):
+        kvjax.parse(call)
+    kvjax.parse(string)
+
+
+def test_a_call_that_cannot_be_rewritten_is_answered_with_the_syntax():
+    for text in (
+        "snapkv(budget=64",
+        "snapkv(*sizes)",
+        "snapkv(64).traits",
+        "snapkv(n)",
+        "snapkv(**a)",
+        "snapkv(1,2,3,4,5,6,7,8,9,10)",
+    ):
+        with pytest.raises(KvjaxError, match="a method as a string is no call; write snapkv:budget=1024, for example"):
+            kvjax.parse(text)
+    with pytest.raises(KvjaxError, match="unknown method 'snapk'; did you mean 'snapkv'"):
+        kvjax.parse("snapk(budget=64)")
