@@ -13,6 +13,7 @@ from checkpoints_convert.check import check
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
+from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
 
 EXAMPLES = f"""\
@@ -73,7 +74,12 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("convert", help="write SRC as a kvjax directory DST", description=CONVERT)
     one.add_argument("src", help="Hugging Face directory (config.json, *.safetensors, tokenizer.json), or a GGUF file")
     one.add_argument("dst", help="directory to write; it appears when it is complete")
-    one.add_argument("--dtype", choices=converting.DTYPES, help="type of the written weights (default: as stored)")
+    one.add_argument(
+        "--dtype",
+        type=arguments.dtype_name,
+        choices=arguments.DTYPES,
+        help="type of the written weights, bf16 and the like are understood (default: as stored)",
+    )
     one.add_argument(
         "--force", action="store_true", help="replace DST if it is a kvjax directory, once the new one is complete"
     )

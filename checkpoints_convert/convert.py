@@ -11,11 +11,9 @@ from flax.traverse_util import unflatten_dict
 
 from checkpoints_convert.plan import TIED, Binding, Plan, plan
 from checkpoints_convert.source import Source, opened
+from kvjax.core.arguments import float_type
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config, checkpoint
-
-DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-"""Short names of the types that weights can be written in."""
 
 Progress = Callable[[str, int, int], None]
 """(what was just done, bytes of the source so far, bytes in all)."""
@@ -24,15 +22,17 @@ Progress = Callable[[str, int, int], None]
 def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progress: Progress | None = None) -> Config:
     """Writes `src`, a Hugging Face directory or a GGUF file, as the kvjax directory `dst`, in `dtype`.
 
-    dtype: default as stored; float32 for codes of a few bits, and where several types are mixed.
+    dtype: "bfloat16" or "bf16", for example; default as stored, float32 for codes of a few bits, and where several
+    types are mixed.
 
     `dst` appears when it is complete. Raises KvjaxError, and writes nothing, for a checkpoint that cannot be converted
     faithfully: unsupported config, tensors that are missing, left over, misshapen, truncated or not finite.
     """
     checkpoint.refuse_existing(dst, replace)
+    wanted = None if dtype is None else float_type(dtype)
     source = opened(src)
     todo = plan(source)
-    kind = np.dtype(DTYPES.get(dtype, dtype) or todo.dtype)
+    kind = todo.dtype if wanted is None else wanted
     refuse_untied_head(source, todo.config)
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
@@ -52,7 +52,7 @@ def read(src: str | Path, dtype: str = "float32") -> tuple[Config, dict[str, Any
     source = opened(src)
     todo = plan(source)
     refuse_untied_head(source, todo.config)
-    return todo.config, dict(parts(source, todo, np.dtype(dtype)))
+    return todo.config, dict(parts(source, todo, float_type(dtype)))
 
 
 def parts(source: Source, todo: Plan, dtype: np.dtype) -> Iterator[tuple[str, Any]]:

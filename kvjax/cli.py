@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kvjax.core import arguments
-from kvjax.core.arguments import DTYPES
 from kvjax.core.files import text_of
 from kvjax.core.program import use_compilation_cache
 from kvjax.core.types import KvjaxError
@@ -29,6 +28,11 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs
 
 
 PLATFORMS = "unset it, or set it to cpu, or install JAX for that device"
+DTYPE: Any = {
+    "type": arguments.dtype_name,
+    "choices": arguments.DTYPES,
+    "help": "of weights and cache, bf16 and the like are understood (default: as stored)",
+}
 MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 
@@ -146,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
     generate.add_argument("--seed", type=_integer, default=0)
-    generate.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    generate.add_argument("--dtype", **DTYPE)
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
     generate.set_defaults(run=_generate)
 
@@ -195,7 +199,7 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--steps", type=_integer, default=32, help="most tokens of the answer (default: %(default)s)")
     p.add_argument("--tokens", type=_integer, help="only so many first tokens of the text")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    p.add_argument("--dtype", **DTYPE)
     p.set_defaults(run=_explore)
 
 
@@ -207,7 +211,7 @@ def _add_calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", type=_integer, default=65_536, help="how much of it (default: %(default)s)")
     p.add_argument("--context", type=_integer, default=2048, help="tokens read as one document (default: %(default)s)")
     p.add_argument("--batch", type=_integer, default=1, help="documents at a time (default: %(default)s)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    p.add_argument("--dtype", **DTYPE)
     p.set_defaults(run=_calibrate)
 
 
@@ -238,7 +242,7 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         help="a UTF-8 text, a folder of them, or essays: for perplexity and as haystack (default: source code)",
     )
     p.add_argument("--data", type=Path, help="the folder with the files of public benchmarks")
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    p.add_argument("--dtype", **DTYPE)
     p.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,

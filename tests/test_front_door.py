@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax import KvjaxError, methods
+from checkpoints_convert.commands import parser as convert_parser
+from checkpoints_convert.convert import convert
+from kvjax import KvjaxError, cli, methods
+from kvjax.core.arguments import float_type
+from kvjax.models import checkpoint
+from kvjax.testing import toy_model
+from tests.fixtures import ROOT
 
 
 @pytest.mark.parametrize(
@@ -106,3 +113,80 @@ def test_a_call_that_cannot_be_rewritten_is_answered_with_the_syntax():
             kvjax.parse(text)
     with pytest.raises(KvjaxError, match="unknown method 'snapk'; did you mean 'snapkv'"):
         kvjax.parse("snapk(budget=64)")
+
+
+SHORT = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32"}
+
+
+@pytest.mark.parametrize(("short", "name"), SHORT.items())
+def test_a_dtype_has_short_names(short, name, tmp_path):
+    model = toy_model(layers=1)
+    assert float_type(short) == float_type(name) == jnp.dtype(name)
+    assert kvjax.planned_bytes("full", model.config, 20, dtype=short).dtype == name
+    assert kvjax.random_model(model.config, dtype=short).dtype == name
+    with checkpoint.Writer(tmp_path / "out", model.config, short) as writer:
+        for part, tree in model.params.items():
+            writer.put(part, tree)
+    assert checkpoint.manifest(tmp_path / "out").dtype == name
+    assert kvjax.load(tmp_path / "out").dtype == name
+    assert kvjax.load(tmp_path / "out", dtype=short).dtype == name
+    other = "float32" if name == "float16" else "float16"
+    with checkpoint.Writer(tmp_path / "other", model.config, other) as writer:
+        for part, tree in model.params.items():
+            writer.put(part, tree)
+    assert kvjax.load(tmp_path / "other", dtype=short).dtype == name
+    assert convert(ROOT / "llama3", tmp_path / "converted", short)
+    assert checkpoint.manifest(tmp_path / "converted").dtype == name
+
+
+def test_what_is_no_dtype_is_refused_with_all_names(tmp_path):
+    for refused in ("int8", "bf17", "f64"):
+        for give in (
+            lambda dtype: kvjax.load("testbed", dtype=dtype),
+            lambda dtype: convert(ROOT / "llama3", tmp_path / "out", dtype),
+        ):
+            says = f"dtype must be one of float32, bfloat16, float16, or f32, .*got '{refused}'"
+            with pytest.raises(KvjaxError, match=says):
+                give(refused)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("short", "name"), SHORT.items())
+def test_a_dtype_has_short_names_on_the_command_line(short, name, capsys, tmp_path):
+    parser = cli._parser()
+    for words in ("generate --prompt a", "explore --text a", "calibrate bases testbed out", "eval"):
+        assert parser.parse_args([*words.split(), "--dtype", short]).dtype == name
+    given = convert_parser().parse_args(["convert", "a", "b", "--dtype", short]).dtype
+    assert given == convert_parser().parse_args(["convert", "a", "b", "--dtype", name]).dtype == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["eval", "--dtype", "int8"])
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "someone/SmolLM2-135M-Instruct"])
+def test_a_misspelled_model_is_answered_with_the_names_and_how_to_get_others(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    says = (
+        f"there is no checkpoint directory {name}, and no model of that name; did you mean 'smollm2-135m'? Models that "
+        "go by a name: testbed, smollm2-135m, "
+    )
+    with pytest.raises(KvjaxError, match=re.escape(says)) as e:
+        kvjax.load(name)
+    assert "(`kvjax models`" in str(e.value) and "python -m checkpoints_convert convert SRC DST" in str(e.value)
+
+
+def test_a_model_that_is_like_no_other_is_answered_with_the_names_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KvjaxError, match="and no model of that name; models that go by a name: testbed, ") as e:
+        kvjax.load("nothing-like-it-at-all")
+    assert "did you mean" not in str(e.value)
+
+
+def test_a_misspelled_model_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("a text")
+    for words in ("generate --prompt a", "explore --text text", "eval", "demo", "check snapkv", "calibrate bases"):
+        option = ["smolm2-135m", "out"] if words.startswith("calibrate") else ["--model", "smolm2-135m"]
+        assert cli.main([*words.split(), *option]) == 2
+        out = capsys.readouterr()
+        assert "did you mean 'smollm2-135m'" in out.err and "Traceback" not in out.err, words

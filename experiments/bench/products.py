@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
+from kvjax.core.arguments import float_type
 from kvjax.core.product import WITHOUT_PACKING, product
 
 PASSES = 8
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     before, results = machine(), []
-    for dtype in map(jnp.dtype, args.dtypes.split(",")):
+    for dtype in map(float_type, args.dtypes.split(",")):
         for shape in args.shapes:
             progress(f"{shape[0]} x {shape[1]}, {dtype.name}")
             results += [measure(shape, rows, dtype, args.megabytes, args.repeats) for rows in args.rows]

@@ -30,6 +30,7 @@ from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import Killed, alone
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
+from kvjax.core.arguments import dtype_name
 from kvjax.methods.strings import split_many
 from kvjax.models import Config
 from kvjax.run.loop import UNTIL
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="125m")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", type=dtype_name, choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--topology", help="compile for what is not there: h200, or a TPU such as v5e:2x2")
     args = parser.parse_args(argv)
     before, results = machine(), []

@@ -25,12 +25,12 @@ from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError
 from kvjax.core import memory
+from kvjax.core.arguments import DTYPES, dtype_name
 from kvjax.core.attention import mix, scores
 from kvjax.core.types import Array
 from kvjax.models import checkpoint
 
 CONFIGS = {name.lower(): figures.config for name, figures in MODELS.items()} | SHAPES
-DTYPES = ("float32", "bfloat16", "float16")
 
 # Python expressions in the paper's letters: b rows, s tokens, d width, n heads of h, N chosen values, 2 bytes a number.
 # Ours add k key/value heads and e bytes a number.
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--batch", type=int, default=8, help="rows, b")
     p.add_argument("--context", type=int, default=4096, help="tokens that a query sees, s")
     p.add_argument("--n", type=int, default=128, help="values that KCache takes per head, N")
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of the compiled parts")
+    p.add_argument("--dtype", type=dtype_name, choices=DTYPES, default="float32", help="of the compiled parts")
     args = p.parse_args(argv)
     before, config = machine(), configuration(args.model)
     found = records(config, args.batch, args.context, args.n, args.dtype)

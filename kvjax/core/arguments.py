@@ -14,6 +14,8 @@ from kvjax.core.types import KvjaxError
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of parameters and caches."""
+SHORT_DTYPES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16"}
+"""How papers and other programs call them; NumPy's own "f16" is a number of 16 bytes."""
 
 
 def integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
@@ -31,14 +33,20 @@ def number(name: str, value: Any, least: float, most: float, remedy: str = "") -
 
 
 def float_type(dtype: Any) -> np.dtype:
-    """One of DTYPES, given by its name or as a type; raises KvjaxError for another."""
+    """One of DTYPES, given by its name, long or short, or as a type; raises KvjaxError for another."""
     try:
-        found = jnp.dtype(dtype)
+        found = jnp.dtype(dtype_name(dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES:
-        raise KvjaxError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+        short = ", ".join(SHORT_DTYPES)
+        raise KvjaxError(f"dtype must be one of {', '.join(DTYPES)}, or {short}, got {dtype!r:.80}")
     return found
+
+
+def dtype_name(word: str) -> str:
+    """The long name of a dtype that is called by a short one; any other word as it is."""
+    return SHORT_DTYPES.get(word, word)
 
 
 def _is(value: Any, kind: type, dtypes: str) -> bool:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from rich.progress import track
 
 from kvjax.cache.contract import KVMethod
@@ -74,9 +73,7 @@ class KvjaxLM(TemplateLM):
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise KvjaxError(f"batch_size must be a number of rows, got {batch_size!r}; for example 8")
-        self.model = (
-            model if isinstance(model, Model) else models.load(model, dtype=None if dtype is None else jnp.dtype(dtype))
-        )
+        self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype)
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)
         self.method = method_of(method.replace("/", ",") if isinstance(method, str) else method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import pathlib
@@ -84,7 +85,8 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     """Opens a directory that checkpoints_convert wrote, or a model by its name, as `kvjax models` lists them.
 
     A text is a name only where nothing lies at that path.
-    dtype: of parameters and cache, default as stored. mesh: parameters are restored straight to their shards.
+    dtype: of parameters and cache, "bfloat16" or "bf16" for example, default as stored. mesh: parameters are restored
+    straight to their shards.
     Programs that are compiled from now on are kept on disk (see `use_compilation_cache`). Raises KvjaxError for a
     directory that is missing, foreign, incomplete or damaged.
     """
@@ -92,6 +94,8 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     dtype = None if dtype is None else float_type(dtype)
     name = str(path)
     where = path if isinstance(path, pathlib.Path) else located(name)
+    if isinstance(path, str) and isinstance(where, pathlib.Path) and not where.exists():
+        raise _unknown(name)
     config = checkpoint.manifest(where).config
     shardings = None if mesh is None else param_shardings(config, mesh)
     config, params = checkpoint.restore(where, dtype=dtype, shardings=shardings)
@@ -112,6 +116,20 @@ def located(name: str) -> Any:
     from checkpoints_convert import packaged  # the converters stand on this file
 
     return packaged.directory(name) if name in packaged.MODELS else path
+
+
+def _unknown(name: str) -> KvjaxError:
+    """What to say where neither a directory nor a model has that name."""
+    from checkpoints_convert import packaged
+
+    names = ["testbed", *packaged.MODELS]
+    close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
+    mean = f"did you mean {close[0]!r}? Models" if close else "models"
+    return KvjaxError(
+        f"there is no checkpoint directory {name}, and no model of that name; {mean} that go by a name: "
+        f"{', '.join(names)} (`kvjax models` says where each comes from). Any other is a checkpoint of Hugging Face or "
+        "a GGUF file that is converted first, python -m checkpoints_convert convert SRC DST, and opened as DST"
+    )
 
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:

@@ -52,7 +52,7 @@ def planned_bytes(
       batch: sequences.
       width: tokens that prompts are padded to; default as `prefill` does it. A second tier of precision has slots for
         as many tokens.
-      dtype: of keys and values, "bfloat16" for example; default that of the model.
+      dtype: of keys and values, "bfloat16" or "bf16" for example; default that of the model.
 
     Returns:
       The bytes of the cache after the prefill, beside those of the exact cache in the same dtype.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kvjax.core.arguments import float_type
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import PARTS, Manifest, digest_of, manifest, part_names
@@ -45,6 +46,7 @@ def part(
 ) -> Any:
     """Restores one top-level entry, checked against its digest, to `dtype` (default: as stored) and `shardings`."""
     record = record or manifest(directory)
+    dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
     if not folder.is_dir():
         raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")

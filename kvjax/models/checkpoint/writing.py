@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kvjax.core.arguments import float_type
 from kvjax.core.lock import claim, is_same
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config
@@ -45,7 +46,7 @@ class Writer:
     def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=None, replace: bool = False):
         self.directory = Path(os.path.realpath(directory))
         self.own = f".kvjax-{hashlib.sha256(os.fsencode(self.directory.name)).hexdigest()[:16]}"
-        self.config, self.dtype, self.source = config, np.dtype(dtype), source
+        self.config, self.dtype, self.source = config, float_type(dtype), source
         self.extra_files, self.replace = dict(extra_files or {}), replace
         self.parameters: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, str] = {}
