@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -190,3 +191,30 @@ def test_a_misspelled_model_on_the_command_line(tmp_path, monkeypatch, capsys):
         assert cli.main([*words.split(), *option]) == 2
         out = capsys.readouterr()
         assert "did you mean 'smollm2-135m'" in out.err and "Traceback" not in out.err, words
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "says"),
+    [
+        (
+            24,
+            "2-bit codes .* 32-bit words 16 channels at a time, .* 24 .*; use no step of fewer than 4 bits",
+        ),
+        (
+            12,
+            "4-bit codes .* 32-bit words 8 channels at a time, .* 12 .*; use no step of fewer than 8 bits",
+        ),
+        (
+            6,
+            "8-bit codes .* the head size 6 is no multiple of that; use `kivi`, which packs along the tokens",
+        ),
+    ],
+)
+def test_codes_of_saq_are_not_said_to_be_on_the_host(head_dim, says):
+    config = dataclasses.replace(toy_model(layers=1).config, head_dim=head_dim)
+    with pytest.raises(KvjaxError, match=says) as e:
+        kvjax.planned_bytes(methods.saq(group=2, every=4), config, 24, dtype="bf16")
+    assert "host" not in str(e.value)
+    bits = {24: "8-4", 12: "8"}.get(head_dim)
+    other = methods.saq(bits, group=2, every=4) if bits else methods.kivi(group=2, residual=4)
+    assert kvjax.planned_bytes(other, config, 24, dtype="bf16").full > 0

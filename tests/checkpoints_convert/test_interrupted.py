@@ -13,8 +13,10 @@ import pytest
 from checkpoints_convert.__main__ import main
 from tests.fixtures import ROOT
 
+# A child of a shell without job control (`make test &`) inherits that SIGINT is ignored, and Python then leaves it so.
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvjax.models import checkpoint
 put = checkpoint.Writer.put
 def slow(self, name, subtree):
@@ -27,6 +29,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["job control", "none"])
+def shell(request):
+    """What a process inherits of SIGINT from a shell."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("shell")
 def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", SLOW, "convert", str(ROOT / "llama3"), str(tmp_path / "out")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

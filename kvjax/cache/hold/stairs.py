@@ -73,8 +73,7 @@ class Staircase(Codec):
         return stored.settled
 
     def encode(self, x: Array, pos: Array) -> Stairs:
-        for i in range(len(self.bits)):
-            self._rule(i).check_head_dim(x.shape[3])
+        self._check_head_dim(x.shape[3])
         S = x.shape[2]
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         x = jnp.where((jnp.arange(S, dtype=jnp.int32)[None] < n[:, None])[:, None, :, None], x, jnp.zeros((), x.dtype))
@@ -89,6 +88,19 @@ class Staircase(Codec):
         grown = jnp.pad(x, [(0, 0), (0, 0), (0, max(oldest - S, 0)), (0, 0)])[:, :, :oldest]
         steps = [*(self._coded(i, block(i)) for i in range(self.last)), self._coded(self.last, grown)]
         return Stairs(block(-1), tuple(steps), settled, S)
+
+    def _check_head_dim(self, H: int) -> None:
+        """Raises KvjaxError for a head size that the groups, or a step's words, do not divide."""
+        for i, bits in enumerate(self.bits):
+            rule = self._rule(i)
+            rule.on_device().check_head_dim(H)  # the groups alone
+            if H % rule.per:
+                fit = [b for b in quant.BITS if H % (32 // b) == 0]
+                wider = f"use no step of fewer than {min(fit)} bits, or `kivi`" if fit else "use `kivi`"
+                raise KvjaxError(
+                    f"{bits}-bit codes on a step fill 32-bit words {rule.per} channels at a time, and the head size "
+                    f"{H} is no multiple of that; {wider}, which packs along the tokens"
+                )
 
     def filled(self, stored: Stairs, num_tokens: int) -> Stairs:
         """Without the steps that no token has come down to, and without the empty places of the newest tokens."""
