@@ -82,6 +82,8 @@ def _tensors(
     """Rebuilds each source tensor from our parameters, one top-level entry at a time."""
     problems, dtype, read = [], np.dtype(record.dtype), source.peer()
     done, total = 0, sum(size(b.shape, dtype) for b in todo.bindings)
+    if progress:
+        progress("", done, total)
     for name, bindings in todo.parts.items():
         ours = {p: np.asarray(x) for p, x in flatten_dict({name: checkpoint.part(dst, name, record)}, sep="/").items()}
         for b in bindings:

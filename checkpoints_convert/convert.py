@@ -13,10 +13,10 @@ from checkpoints_convert.plan import TIED, Binding, Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.core.arguments import float_type
 from kvjax.core.types import KvjaxError
-from kvjax.models import Config, checkpoint
+from kvjax.models import Config, checkpoint, tokenizer
 
 Progress = Callable[[str, int, int], None]
-"""(what was just done, bytes of the source so far, bytes in all)."""
+"""(what was just done, bytes of the source so far, bytes in all); first with nothing done, when all can begin."""
 
 
 def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progress: Progress | None = None) -> Config:
@@ -26,7 +26,8 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     types are mixed.
 
     `dst` appears when it is complete. Raises KvjaxError, and writes nothing, for a checkpoint that cannot be converted
-    faithfully: unsupported config, tensors that are missing, left over, misshapen, truncated or not finite.
+    faithfully: unsupported config, tensors that are missing, left over, misshapen, truncated or not finite, and for one
+    with a tokenizer that does not work.
     """
     checkpoint.refuse_existing(dst, replace)
     wanted = None if dtype is None else float_type(dtype)
@@ -36,8 +37,12 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     refuse_untied_head(source, todo.config)
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
+    if tokenizer.FILE in files:
+        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).try_out()
     with checkpoint.Writer(dst, todo.config, kind, label, extra_files=files, replace=replace) as writer:
         done, total = 0, sum(size(b.shape, kind) for b in todo.bindings)
+        if progress:
+            progress("", done, total)
         for name, subtree in parts(source, todo, kind):
             writer.put(name, subtree)
             del subtree  # or it would stay while the next part is read

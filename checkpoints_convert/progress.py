@@ -13,8 +13,16 @@ from checkpoints_convert import convert as converting
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[converting.Progress]:
-    """A bar on stderr over the bytes of the weights."""
+    """A bar on stderr over the bytes of the weights, from the first report on: what is refused before has none."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda name, done, total: bar.update(task, description=f"{title} {name}", completed=done, total=total)
+    bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+    task = bar.add_task(title, total=None)
+
+    def show(name: str, done: int, total: int) -> None:
+        bar.update(task, description=f"{title} {name}".rstrip(), completed=done, total=total)
+        bar.start()
+
+    try:
+        yield show
+    finally:
+        bar.stop()

@@ -30,8 +30,6 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads `tokenizer.json`; raises KvjaxError if it is damaged or absent, and says how to make it."""
-        import tokenizers  # here, as a random model and token ids need no tokenizer
-
         path = Path(directory)
         file = path / FILE
         if not file.is_file():
@@ -40,8 +38,21 @@ class Tokenizer:
                     remedy = REMEDY.format(file=FILE, dir=path)
                     raise KvjaxError(f"{path} has only the SentencePiece tokenizer {name}; {remedy}")
             raise KvjaxError(f"{path} has no {FILE}; copy the model's {FILE} there, or pass token ids instead of text")
+        return cls.from_bytes(file.read_bytes(), file)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, file: str | Path = FILE) -> Tokenizer:
+        """Reads what a `tokenizer.json` holds; raises KvjaxError, by the file's name, if it is damaged."""
+        import tokenizers  # here, as a random model and token ids need no tokenizer
+
         with _told(f"{file} is not a tokenizer that `tokenizers` can read"):
-            return cls(tokenizers.Tokenizer.from_file(str(file)), file)
+            return cls(tokenizers.Tokenizer.from_buffer(content), file)
+
+    def try_out(self) -> None:
+        """Raises KvjaxError where it cannot encode a text of its own vocabulary: some files load and fail then."""
+        texts = (self.decode([i]) for i in sorted(self.inner.get_vocab().values()))
+        # Special tokens decode to nothing, and a byte that is no character alone to a replacement.
+        self.encode(next((text for text in texts if text and "\ufffd" not in text), ""))
 
     @property
     def vocab_size(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
@@ -62,21 +63,64 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
 def test_progress_reaches_the_total(tmp_path):
     seen = []
     convert(ROOT / "mistral", tmp_path / "out", progress=lambda *args: seen.append(args))
-    assert [name for name, _, _ in seen] == list(
-        checkpoint.part_names(checkpoint.manifest(tmp_path / "out").parameters)
-    )
+    names = checkpoint.part_names(checkpoint.manifest(tmp_path / "out").parameters)
+    assert [name for name, _, _ in seen] == ["", *names] and seen[0][1] == 0
     assert seen[-1][1] == seen[-1][2] == 2 * 6736 and all(a[1] <= b[1] for a, b in zip(seen, seen[1:], strict=False))
 
 
 def test_tokenizer_files_come_along(hf, tmp_path):
     source = hf("mistral").directory
-    (source / "tokenizer.json").write_text("{}")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"z": 0, "?": 1}, unk_token="?"))
+    inner.save(str(source / "tokenizer.json"))
     (source / "README.md").write_text("not needed")
     convert(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["kvjax.json", "params", "tokenizer.json"]
-    (source / "tokenizer.json").write_text("{ }")
+    inner.save(str(source / "tokenizer.json"), pretty=False)
     with pytest.raises(KvjaxError, match="tokenizer.json: not the source's"):
         check(source, tmp_path / "out")
+
+
+WORDS = {"model": {"type": "WordLevel", "vocab": {"z": 0, "?": 1}, "unk_token": "?"}}
+NO_ENTRY = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{}", "is not a tokenizer that `tokenizers` can read"),
+        ('{"version": ', "is not a tokenizer that `tokenizers` can read"),
+        (json.dumps(WORDS | {"post_processor": NO_ENTRY | {"special_tokens": {}}}), "fails to encode a text of 1 char"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_before_anything_is_written(hf, tmp_path, monkeypatch, content, says):
+    source = hf("mistral").directory
+    (source / "tokenizer.json").write_text(content)
+    monkeypatch.setattr(Directory, "read", None)  # no weights are read
+    with pytest.raises(KvjaxError, match=f"/tokenizer.json {says}.*; copy it again"):
+        convert(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["mistral"]
+
+
+@pytest.mark.parametrize("refused", ["exists", "tokenizer"])
+def test_what_is_refused_has_no_bar(hf, tmp_path, monkeypatch, capsys, refused):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal's
+    source, out = hf("mistral").directory, tmp_path / "out"
+    if refused == "exists":
+        out.mkdir()
+        (out / "mine").touch()
+    else:
+        (source / "tokenizer.json").write_text("{}")
+    assert main(["convert", str(source), str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert main(["convert", str(ROOT / "llama3"), str(tmp_path / "other")]) == 0
+    assert "convert" in capsys.readouterr().err  # the bar of one that is not refused
+
+
+def test_an_empty_folder_is_written_to(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert main(["convert", str(ROOT / "mistral"), str(tmp_path / "out")]) == 0
+    assert checkpoint.manifest(tmp_path / "out")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
