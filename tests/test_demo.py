@@ -20,6 +20,7 @@ from kvjax.eval import exam as exams
 from kvjax.eval.exam import SHORT_SYMBOLS, SymbolSizes
 from kvjax.models import checkpoint
 from kvjax.testbed import vocab
+from tests.eval.axes import check_percents, check_scales, ticks
 
 METHODS = "full; snapkv:budget=25%"
 ROW = demo.Row("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
@@ -166,6 +167,26 @@ def test_a_narrow_table_folds_names_between_their_parts(host):
     console.print(demo.table(rows, asked(), "testbed", 80))
     text = console.file.getvalue()
     assert all(line in text for cell in names.cells for line in cell.splitlines()) and width <= 23
+
+
+@pytest.mark.parametrize("fractions", [(1.0, 0.2), (1.0, 0.0), (1.0, 1.3)])
+@pytest.mark.parametrize("right", [(1.0, 0.3), (1.0, 0.97), (1.0, 1.0)])
+def test_axes_of_the_picture_end_at_100(fractions, right, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
+    points = zip(demo.METHODS, fractions, right, strict=False)
+    demo.plot(
+        [dataclasses.replace(ROW, method=m, bfloat16_fraction=f, recall=r, agreement=r) for m, f, r in points],
+        tmp_path / "demo.png",
+    )
+    for ax in figures[0].axes:
+        check_scales(ax)
+        check_percents(ax.yaxis, 100)
+        assert ticks(ax.yaxis)[-1][1] == "100"
+        if max(fractions) <= 1:
+            check_percents(ax.xaxis, 100)
+        low, high = ax.get_xlim()
+        assert all(low < 100 * f < high for f in fractions)
 
 
 def test_a_first_method_other_than_full_is_no_full():

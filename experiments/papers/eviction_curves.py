@@ -31,6 +31,7 @@ from experiments.papers.eviction_tables import (
     signature_note,
 )
 from kvjax import KvjaxError
+from kvjax.eval.page.panels import percents
 
 
 def infllm(budget: int) -> str:
@@ -139,7 +140,9 @@ def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int
         ax.axhline(scale * found.score("full", when, field)[0], color="black", linewidth=0.8, label="full")
         ax.set_xscale("log", base=2)
         ax.set_xticks(budgets, list(map(str, budgets)))
-        ax.set(xlabel="budget, tokens", title=NAMES.get(when, when))
+        ax.set(xlabel="budget, tokens (logarithmic)", title=NAMES.get(when, when))
+    if field == "right":
+        percents(axes[0].yaxis, 100)  # of all panels, which share it
     axes[0].set_ylabel("right answers, %" if field == "right" else "nats per token")
     return save(fig, axes, path, 6)
 

@@ -30,6 +30,7 @@ from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
+from kvjax.eval.page.panels import percents
 from kvjax.eval.tasks.symbols import knows_symbols
 
 PERCENT = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
@@ -162,14 +163,19 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
     """Hit rates by k, and times by context length."""
     for i, (name, records) in enumerate(rates.items()):
         x = [r["percent"] for r in records]
-        axes[0].plot(x, [r["topk"] for r in records], marker="o", color=f"C{i}", label=f"top-k, {name}")
-        axes[0].plot(x, [r["greedy"] for r in records], marker="s", ls="--", color=f"C{i}", label=f"greedy, {name}")
-    axes[0].set(xscale="log", xlabel="k, % of the keys", ylabel="hit rate", ylim=(0, 1.02))
+        top, greedy = ([100 * r[rule] for r in records] for rule in ("topk", "greedy"))
+        axes[0].plot(x, top, marker="o", color=f"C{i}", label=f"top-k, {name}")
+        axes[0].plot(x, greedy, marker="s", ls="--", color=f"C{i}", label=f"greedy, {name}")
+    axes[0].set(xscale="log", xlabel="k, % of the keys (logarithmic)", ylabel="hit rate, %", ylim=(0, 102))
+    axes[0].xaxis.set_major_formatter("{x:g}")
+    percents(axes[0].yaxis, 100)
     x = [r["tokens"] for r in moved]
     for name, label in (("all", "move all"), ("run", "a run of rows"), ("scattered", "as many, scattered")):
         axes[1].plot(x, [r[name]["median"] * 1e3 for r in moved], marker="o", label=label)
     axes[1].plot(x, [r["step"]["median"] * 1e3 for r in moved], marker="s", ls="--", color="black", label="decode step")
-    axes[1].set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
+    axes[1].set(xscale="log", yscale="log", xlabel="tokens (logarithmic)", ylabel="ms (logarithmic)")
+    axes[1].xaxis.set_major_formatter("{x:,.0f}")
+    axes[1].yaxis.set_major_formatter("{x:g}")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)

@@ -14,6 +14,7 @@ from typing import Any
 import kvjax
 from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
+from kvjax.eval.page.panels import percents
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
 # Averages over 10 LongBench tasks of Mistral and LLaMA-3 in Table 1, 1 bit, g = 32; there 0 rows go with residual 128.
@@ -30,25 +31,30 @@ def method(k: int, args: argparse.Namespace) -> str:
 
 
 def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Accuracy by k (without tasks the share of tokens predicted as `full`), and bits per token by k; `full` dashed."""
+    """Accuracy by k (without tasks the tokens predicted as `full`), both in percent, and bits per token by k.
+
+    What `full` has is dashed.
+    """
     full, points = records[0], records[1:]
     k = [r["topk"] for r in points]
     for i, task in enumerate(full["tasks"]):
         found = [r["tasks"][task] for r in points]
-        axes[0].errorbar(k, [f["accuracy"] for f in found], [f["error"] for f in found], marker="o", label=task)
-        axes[0].axhline(full["tasks"][task]["accuracy"], linestyle="--", color=f"C{i}", linewidth=1)
+        right, error = ([100 * f[name] for f in found] for name in ("accuracy", "error"))
+        axes[0].errorbar(k, right, error, marker="o", label=task)
+        axes[0].axhline(100 * full["tasks"][task]["accuracy"], linestyle="--", color=f"C{i}", linewidth=1)
     if not full["tasks"]:
-        axes[0].plot(k, [r["agreement"] for r in points], marker="o")
-        axes[0].axhline(full["agreement"], linestyle="--", linewidth=1)
+        axes[0].plot(k, [100 * r["agreement"] for r in points], marker="o")
+        axes[0].axhline(100 * full["agreement"], linestyle="--", linewidth=1)
     axes[1].plot(k, [r["bits"] for r in points], marker="o", color="C3")
     axes[1].axhline(full["bits"], linestyle="--", color="C3", linewidth=1)
     linear = min(filter(None, k), default=1)  # the axis is linear from 0 to the fewest rows
     for axis, name in zip(axes, names, strict=True):
         axis.set_xscale("symlog", base=2, linthresh=linear)
         axis.set_xlim(-linear / 5, 1.2 * max(k))
-        axis.set(xlabel="rows fetched per key/value head, k", ylabel=name, xticks=k, xticklabels=k)
+        axis.set(xlabel="rows fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
         axis.grid(alpha=0.3)
-    axes[0].set_ylim(-0.03, 1.03)
+    axes[0].set_ylim(-3, 103)
+    percents(axes[0].yaxis, 100)
     if full["tasks"]:
         axes[0].legend(title="dashed: full")
     else:
@@ -73,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     rows = [("full" if r["topk"] is None else r["topk"], *common.cells(r), *said(r["topk"])) for r in records]
     path = args.out / "specache_figure5.png"
-    right = "share right" if records[0]["tasks"] else "share predicted as full"
+    right = "right answers, %" if records[0]["tasks"] else "tokens predicted as full, %"
     common.figure(path, lambda axes: draw(axes, records, (right, columns[-2])), 2)
     title = f"SpeCache, Figure 5: {args.model}, {args.length:,}-token contexts, 1 bit, groups of {args.group}"
     notes = [

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from experiments.testbed.batches import KINDS  # noqa: E402
+from kvjax.eval.page.panels import percents  # noqa: E402
 
 
 def read_log(path: Path) -> list[dict]:
@@ -30,17 +31,23 @@ def curve(log: Path, image: Path) -> None:
     """Draws the loss (nats per target) and the share of targets predicted, by row kind, and the sequence length."""
     records = read_log(log)
     figure, axes = plt.subplots(3, sharex=True, figsize=(8, 8), height_ratios=(3, 3, 1), layout="constrained")
-    for axis, name, label in zip(axes, ("loss", "hits"), ("loss, nats per target", "targets predicted"), strict=False):
+    labels = ("loss, nats per target", "targets predicted, %")
+    for axis, name, label in zip(axes, ("loss", "hits"), labels, strict=False):
         for kind in KINDS:
             points = [(r["step"], r[f"{name}/{kind}"]) for r in records if f"{name}/{kind}" in r]
             if points:
                 x, y = (_running(np.array(v, float)) for v in zip(*points, strict=True))
-                axis.plot(x, y, label=kind)
+                axis.plot(x, y if name == "loss" else 100 * y, label=kind)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     if axes[0].lines:
         axes[0].legend(ncols=3)
     axes[2].plot([r["step"] for r in records], [r["length"] for r in records], ".", markersize=1)
-    axes[2].set(ylabel="length", xlabel="step", yscale="log")
+    axes[2].set(ylabel="length, tokens\n(logarithmic)", xlabel="training step", yscale="log")
+    lengths = sorted({r["length"] for r in records})
+    axes[2].set_yticks(lengths, [f"{n:,}" for n in lengths])
+    axes[2].minorticks_off()
+    if axes[1].lines:
+        percents(axes[1].yaxis, 100)
     figure.savefig(image, dpi=120)
     plt.close(figure)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
+from matplotlib.figure import Figure
 
 from kvjax.eval.page import panels, plots, summary
 from tests.eval import fake_run
+from tests.eval.axes import check_percents, check_scales, ticks
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,60 @@ def test_depth_as_asked_for_or_to_the_nearest_twentieth():
 def test_long_names_break_after_commas_and_spaces():
     assert panels.wrapped("kcache:n=64,device_layers=1", 24) == "kcache:n=64,\ndevice_layers=1"
     assert panels.wrapped("snapkv:budget=256 + kvcrush", 24) == "snapkv:budget=256 +\nkvcrush"
+
+
+def is_score(panel: panels.Panel) -> bool:
+    return "score" in panel.alt and "depth" not in panel.alt
+
+
+def drawn_axes(panel: panels.Panel):
+    with matplotlib.rc_context(plots.RC):
+        ax = Figure(layout="constrained").subplots()
+        panel.draw(ax)
+    return ax
+
+
+def test_axes_of_percents_end_at_100_and_logarithmic_ones_say_so(drawn):
+    for plot in drawn:
+        for panel in plot.panels:
+            ax = drawn_axes(panel)
+            check_scales(ax)
+            assert ax.get_xlabel() and (ax.get_ylabel() or plot.kind == "turns")
+            if is_score(panel):
+                check_percents(ax.xaxis if plot.kind == "turns" else ax.yaxis)
+            if plot.kind == "needle":
+                assert (ax.get_xlabel(), ax.get_ylabel()) == ("tokens of context", "depth, %")
+                assert [text for _, text in ticks(ax.yaxis)] == ["0", "25", "50", "75", "100"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.91, 1.0, ["92", "94", "96", "98", "100"]),
+        (0.82, 0.98, ["85", "90", "95"]),
+        (0.0, 1.0, ["0", "20", "40", "60", "80", "100"]),
+        (0.991, 0.998, ["99.1", "99.2", "99.3", "99.4", "99.5", "99.6", "99.7", "99.8"]),
+        (0.4, 0.4, None),
+        (1.0, 1.0, None),
+        (0.0, 0.0, None),
+    ],
+)
+@pytest.mark.parametrize("whole", [1.0, 100.0])
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_ticks_of_percents_are_round(low, high, said, whole, name):
+    ax = Figure(layout="constrained").subplots()
+    ax.spines[["top", "right"]].set_visible(False)
+    axis = ax.xaxis if name == "x" else ax.yaxis
+    values = [low * whole, high * whole]
+    ax.plot(*((values, [0, 1]) if name == "x" else ([0, 1], values)), "o")
+    panels.percents(axis, whole)
+    check_percents(axis, whole)
+    first, last = axis.get_view_interval()
+    assert first <= values[0] and values[1] <= last  # no marker lies outside
+    if said:
+        assert [text for _, text in ticks(axis)] == said
+    if high == 1 and low < 1:  # there is room for the upper half of a marker
+        assert last > whole
 
 
 def test_png_files(drawn, tmp_path):

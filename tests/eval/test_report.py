@@ -85,6 +85,13 @@ def test_structure_of_the_tables(page):
     assert hidden == [(True, "512"), (False, "1024")]
 
 
+def test_every_column_has_a_unit(page):
+    heads = [words for tag, a, words in page.cells if tag == "th" and a.get("scope") == "col"]
+    units = ("0 to 100", "bits/byte", "% as full", "%", "KiB", "seconds", "tokens/s")
+    assert all(words.split("▾")[-1] in units for words in heads if not words.startswith("method"))
+    assert "prefill▾seconds" in heads and "of full▾%" in heads and "host▾KiB" in heads
+
+
 def test_ids_are_unique_and_links_lead_somewhere(page):
     ids = [a["id"] for _, a in page.elements if "id" in a]
     assert len(ids) == len(set(ids))

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
@@ -19,6 +20,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # 
 MARKERS = ("s", "^", "D", "v", "P", "X", "<")  # 6 colours x 7 markers: 42 methods without repetition
 MAP = LinearSegmentedColormap.from_list("needles", ["#0b2545", "#3b6ea5", "#dceaf7"])  # one hue, by lightness
 PERCENT = FuncFormatter(lambda x, _: f"{100 * x:.0f}")
+SCORE = "score, 0 to 100"
 MOST_DEPTHS, MOST_NUMBERS = 12, 40  # rows of a heat map, and cells up to which they hold numbers
 
 
@@ -63,7 +65,7 @@ SIZE = "bytes on the device, % of the exact cache's, both in bfloat16"
 
 
 def _label(measure: str) -> str:
-    return "score, 0 to 100" if measure == "score" else "bits per byte (less is better)"
+    return SCORE if measure == "score" else "bits per byte (less is better)"
 
 
 def _value(row: Row, measure: str) -> str:
@@ -86,6 +88,8 @@ def tradeoffs(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
             ax.xaxis.set_minor_locator(NullLocator())
             ax.set_xlabel(wrapped(f"{SIZE} (logarithmic)", 48))
             _finish(ax, measure)
+            most = max(100, *(r["device_percent"] for r in own))
+            ax.spines["bottom"].set_bounds(ax.get_xlim()[0], most)
 
         seen = "; ".join(f"{r['method']}: {_value(r, measure)} at {r['device_percent']:.1f}%" for r in own)
         return Panel(family, f"{family}, {_label(measure)}, against {SIZE}. {seen}", draw)
@@ -122,9 +126,29 @@ def _finish(ax: Axes, measure: str) -> None:
     ax.grid(axis="y")
     ax.margins(0.08)
     if measure == "score":
-        ax.yaxis.set_major_formatter(PERCENT)
-        low, high = ax.get_ylim()
-        ax.set_ylim(max(low, -0.04), min(high, 1.04))
+        percents(ax.yaxis)
+
+
+def percents(axis: Axis, whole: float = 1.0) -> None:
+    """Makes what is drawn an axis of percents: ticks at round numbers from 0 to 100, where its line ends.
+
+    There is room beyond, as markers at 0 and 100 would be cut in half. To be called when all is drawn.
+
+    Args:
+      axis: of `ax.xaxis` or `ax.yaxis`.
+      whole: what 100% is among the numbers that are drawn.
+    """
+    low, high = sorted(axis.get_view_interval())
+    low, high = max(low, -0.04 * whole), min(high, 1.04 * whole)
+    inside = max(low, 0.0), min(high, whole)
+    ticks = MaxNLocator(8, steps=(1, 2, 5, 10)).tick_values(*(100 * x / whole for x in inside))
+    # Half a thousandth of a point, as a limit may lie that much beside a tick.
+    ticks = [round(t, 6) for t in ticks if 100 * inside[0] / whole - 5e-4 <= t <= 100 * inside[1] / whole + 5e-4]
+    axis.set_ticks([t * whole / 100 for t in ticks], [f"{t:g}" for t in ticks])
+    ax, is_x = axis.axes, axis.axis_name == "x"
+    (ax.set_xlim if is_x else ax.set_ylim)(low, high)
+    if not ax.spines["right" if is_x else "top"].get_visible():  # a frame on all sides is not opened
+        ax.spines["bottom" if is_x else "left"].set_bounds(*inside)
 
 
 def by_length(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
@@ -146,7 +170,7 @@ def by_length(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks := sorted({r["length"] for r in own}), [f"{t:,}" for t in ticks])
             ax.xaxis.set_minor_locator(NullLocator())
-            ax.set_xlabel("tokens of context")
+            ax.set_xlabel("tokens of context (logarithmic)")
             _finish(ax, measure)
 
         seen = "; ".join(f"{r['method']} at {r['length']:,}: {_value(r, measure)}" for r in own)
@@ -169,8 +193,8 @@ def turns(rows: Sequence[Row], look: dict[str, Style]) -> list[Panel]:
             ax.set_yticks(range(len(own)), [wrapped(r["method"], 24) for r in own], fontsize=7.5)
             ax.set_ylim(len(own) - 0.4, -0.6)
             ax.set_xlim(0, 1.04)
-            ax.xaxis.set_major_formatter(PERCENT)
-            ax.set_xlabel("score; the first question pale")
+            percents(ax.xaxis)
+            ax.set_xlabel(f"{SCORE}; the first question pale")
             ax.grid(axis="x")
             ax.set_axisbelow(True)
 
@@ -234,9 +258,9 @@ def _heat(task: str, method: str, grid: dict, depths: list[float], lengths: list
                 ax.text(j, i, "–" if np.isnan(x) else f"{100 * x:.0f}", color=colour, **centred)
         every = -(-len(lengths) // 4)
         ax.set_xticks(range(0, len(lengths), every), [f"{n:,}" for n in lengths[::every]])
-        ax.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+        ax.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
         ax.invert_yaxis()
-        ax.set(xlabel="tokens", ylabel="depth")
+        ax.set(xlabel="tokens of context", ylabel="depth, %")
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
 

@@ -141,7 +141,8 @@ def figure(plot: Plot) -> Figure:
             marks = [Line2D([], [], color=s.colour, marker=s.marker, linestyle="") for s in plot.styles.values()]
             fig.legend(marks, list(plot.styles), loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
         if plot.kind == "needle":
-            fig.colorbar(ScalarMappable(cmap=panels.MAP), ax=fig.axes, format=panels.PERCENT, shrink=0.8)
+            scale = ScalarMappable(cmap=panels.MAP)
+            fig.colorbar(scale, ax=fig.axes, format=panels.PERCENT, shrink=0.8, label=panels.SCORE)
         fig.draw_without_rendering()  # now, while the settings of this page hold
     return fig
 

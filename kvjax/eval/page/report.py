@@ -15,12 +15,12 @@ from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
-COSTS = (  # field, heading, words, digits
-    ("device_percent", "of full", "bytes held on the device, percent of the exact cache's, both in bfloat16", 1),
-    ("device_kib", "device", "KiB held on the device per context, in the model's dtype", 0),
-    ("host_kib", "host", "KiB held in host memory per context, in the model's dtype", 0),
-    ("prefill_seconds", "prefill", "seconds for the prompts of a batch", 2),
-    ("tokens_per_second", "tokens/s", "decoded tokens per second, all rows of a batch together", 0),
+COSTS = (  # field, heading, unit, words, digits
+    ("device_percent", "of full", "%", "bytes held on the device, percent of the exact cache's, both in bfloat16", 1),
+    ("device_kib", "device", "KiB", "KiB held on the device per context, in the model's dtype", 0),
+    ("host_kib", "host", "KiB", "KiB held in host memory per context, in the model's dtype", 0),
+    ("prefill_seconds", "prefill", "seconds", "seconds for the prompts of a batch", 2),
+    ("tokens_per_second", "decode", "tokens/s", "decoded tokens per second, all rows of a batch together", 0),
 )
 
 
@@ -165,14 +165,14 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
         own = {r["task"]: r for r in chosen if r["method"] == method}
         cost = summary.costs([*own.values()] or [times.get(method, dict.fromkeys(summary.FIELDS))])
         cells = [_cell(own.get(task), name) for task, name in columns]
-        cells += [_number(cost[field], digits) for field, _, _, digits in COSTS]
+        cells += [_number(cost[field], digits) for field, *_, digits in COSTS]
         body.append({"method": method, "cells": cells})
     heads = [{"text": t, "sub": _SUB[n], "words": _WORDS[n], "less": n == "bits"} for t, n in columns]
-    heads += [{"text": h, "sub": "", "words": w, "less": f != "tokens_per_second"} for f, h, w, _ in COSTS]
+    heads += [{"text": h, "sub": u, "words": w, "less": f != "tokens_per_second"} for f, h, u, w, _ in COSTS]
     return {"length": length, "heads": heads, "body": body}
 
 
-_SUB = {"score": "", "bits": "bits/byte", "agreement": "as full"}
+_SUB = {"score": "0 to 100", "bits": "bits/byte", "agreement": "% as full"}
 _WORDS = {
     "score": "mean score, 0 to 100, and its standard error over contexts",
     "bits": "bits per byte of the text, less is better",
