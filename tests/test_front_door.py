@@ -52,7 +52,11 @@ def test_a_budget_in_a_string_has_its_remedy_as_a_string(text, remedy):
         (lambda: kvjax.parse("kivi:bits=4.0"), "parameter 'bits' of kivi is int, got '4.0' (default 2); write bits=4"),
         (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5 (default 128); write n=1 or n=2"),
         (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8' (default 128); write n=8"),
-        (lambda: methods.snapkv(sinks=True), "parameter 'sinks' of snapkv is int, got True (default 0)"),
+        (lambda: methods.pyramidkv(budget=0.25), "is int, got 0.25 (default 1024); write a whole number"),
+        (
+            lambda: methods.snapkv(sinks=True),
+            "parameter 'sinks' of snapkv is int, got True (default 0); write a whole number",
+        ),
         (lambda: methods.kvzip(plus="no"), "parameter 'plus' of kvzip is bool, got 'no' (default False)"),
         (lambda: methods.keydiff(unit=3), "parameter 'unit' of keydiff is str, got 3 (default 'token')"),
         (lambda: methods.ems(band="1"), "parameter 'band' of ems is float, got '1' (default 1.0); write band=1"),
@@ -198,15 +202,15 @@ def test_a_misspelled_model_on_the_command_line(tmp_path, monkeypatch, capsys):
     [
         (
             24,
-            "2-bit codes .* 32-bit words 16 channels at a time, .* 24 .*; use no step of fewer than 4 bits",
+            "2-bit codes on a step are packed 16 channels to a word, .* size 24; use no step of fewer than 4 bits",
         ),
         (
             12,
-            "4-bit codes .* 32-bit words 8 channels at a time, .* 12 .*; use no step of fewer than 8 bits",
+            "4-bit codes on a step are packed 8 channels to a word, .* size 12; use no step of fewer than 8 bits",
         ),
         (
             6,
-            "8-bit codes .* the head size 6 is no multiple of that; use `kivi`, which packs along the tokens",
+            "8-bit codes .* does not divide the head size 6; use `kivi`, which packs along the tokens",
         ),
     ],
 )

@@ -183,14 +183,18 @@ def is_no_value(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
     """The error that says which type a parameter has, and what to write for a number of another one."""
     want, name = parameter.annotation, parameter.name
     said = f"parameter {name!r} of {recipe} is {want.__name__}, got {given!r:.60} (default {parameter.default!r})"
+    if isinstance(given, bool) and want in (int, float):
+        return f"{said}; write a {'whole ' if want is int else ''}number"
     try:
-        value = None if isinstance(given, bool) or want not in (int, float) else float(given)
+        value = float(given) if want in (int, float) else None
     except (TypeError, ValueError, OverflowError):
         value = None
     if value is None or not abs(value) <= LARGEST:
         return said
     if want is float or value == int(value):
         return f"{said}; write {name}={value:.12g}"
+    if abs(value) < 1:  # of a share nobody knows how many are meant
+        return f"{said}; write a whole number"
     return f"{said}; write {name}={math.floor(value)} or {name}={math.ceil(value)}"
 
 

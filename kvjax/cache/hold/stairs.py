@@ -98,8 +98,8 @@ class Staircase(Codec):
                 fit = [b for b in quant.BITS if H % (32 // b) == 0]
                 wider = f"use no step of fewer than {min(fit)} bits, or `kivi`" if fit else "use `kivi`"
                 raise KvjaxError(
-                    f"{bits}-bit codes on a step fill 32-bit words {rule.per} channels at a time, and the head size "
-                    f"{H} is no multiple of that; {wider}, which packs along the tokens"
+                    f"{bits}-bit codes on a step are packed {rule.per} channels to a word, which does not divide the "
+                    f"head size {H}; {wider}, which packs along the tokens"
                 )
 
     def filled(self, stored: Stairs, num_tokens: int) -> Stairs:
