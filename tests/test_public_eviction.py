@@ -65,6 +65,8 @@ METHODS = {
     "kvpress_duo": ("gqa", methods.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
     # repeated without words of its own, for there is no tokenizer; no share of a head is safe
     "kvpress_kvzip": ("gqa", kvjax.compose(methods.kvzip(FIELD), methods.adakv(alpha=0, rule="kvpress"))),
+    # one ranking over all heads of all layers, kvpress' default
+    "kvpress_kvzip_model": ("gqa", kvjax.compose(methods.kvzip(FIELD), methods.adakv(alpha=0, scope="model"))),
     "kvpress_kvzip_plus": (
         "gqa",
         kvjax.compose(methods.kvzip(FIELD, plus=True), methods.adakv(alpha=0, rule="kvpress")),

@@ -14,6 +14,7 @@ class Apart:
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
     host = False  # whether something of the store lives in host memory
+    by_head = False  # whether heads may keep unequal numbers of tokens
     neighbour: int = 0  # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `opened` is then called
 
     def at(self, spec: LayerSpec) -> Apart | None:

@@ -39,5 +39,7 @@ def check(layer: Any) -> None:
         )
     if m.apart is not None:
         m.apart.check(layer)
+    if m.shares is not None:
+        m.shares.check(layer)
     if m.decode is not None:
         m.decode.check(layer)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.core.attention import Pattern
 from kvjax.core.observe import Obs
@@ -135,12 +136,20 @@ class Layer(Protocol):
 class MeasuredLayer(Layer, Protocol):
     """A layer with `Needs.all_layers`: the tokens that it keeps are its share of what all layers keep together."""
 
-    def measure(self, block: Block, seen: Obs | None) -> Array:
-        """f32[B]: what the shares are made of, from this layer's prompt."""
+    def measure(self, block: Block, seen: Obs | None) -> Any:
+        """What the shares are made of, from this layer's prompt: arrays [B ...]."""
         ...
 
-    def shares(self, measures: Array, lengths: Array) -> Array:
-        """Measures of all layers f32[L B], lengths of the prompts i32[B] -> tokens that each layer keeps, i32[L B]."""
+    def shares(self, measures: Any, lengths: Array) -> Array:
+        """Measures of all layers [L B ...], lengths of the prompts i32[B] -> tokens that stay, i32[L B] or i32[L B K]."""
+        ...
+
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """Slots for what the layer keeps of the prompts: i32[B] tokens, or i32[B K] of each head."""
+        ...
+
+    def with_room_for(self, slots: int) -> Layer:
+        """The layer that has so many slots for what it keeps of the prompts."""
         ...
 
     def holding(self, kept: int, room: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache import company
 from kvjax.cache.contract import LayerSpec, LayerState, Needs
@@ -87,13 +88,25 @@ class MethodLayer(StateOperations):
         heads = max(here.shape[1], there.shape[1])
         return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (here, there)], 2)
 
-    def measure(self, block: Block, seen: Obs | None) -> Array:
-        """f32[B]: see `MeasuredLayer`."""
+    def measure(self, block: Block, seen: Obs | None) -> Any:
+        """See `MeasuredLayer`."""
         return self.method.shares.measure(self, block, seen)
 
-    def shares(self, measures: Array, lengths: Array) -> Array:
-        """i32[L B]: see `MeasuredLayer`."""
+    def shares(self, measures: Any, lengths: Array) -> Array:
+        """See `MeasuredLayer`."""
         return self.method.shares.tokens(self, measures, lengths)
+
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """See `MeasuredLayer`."""
+        return self.method.apart.slots_for(tokens) if self.method.shares.by_head else int(tokens.max())
+
+    def with_room_for(self, slots: int) -> MethodLayer:
+        """See `MeasuredLayer`."""
+        if not self.method.shares.by_head:
+            return self  # the number of its slots says it
+        return dataclasses.replace(
+            self, method=dataclasses.replace(self.method, apart=dataclasses.replace(self.method.apart, most=slots))
+        )
 
     def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
         """f32[B K T]: see `ProbedLayer`."""

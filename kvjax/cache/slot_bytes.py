@@ -24,7 +24,7 @@ def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict
 
     Args:
       layer: a bound layer.
-      slots: of the sequence, at least 1.
+      slots: of the sequence.
       dtype: of the model's keys and values.
       filled: whether only what counts that tokens in all of these slots fill; otherwise all arrays.
 

@@ -115,7 +115,7 @@ class StateOperations:
         total = bytes_beyond((state.pos, state.bias, state.marks), slots, used)
         every = slot_bytes(self, slots, dtype)
         for count in used:
-            filled = slot_bytes(self, max(count, 1), dtype, filled=True)
+            filled = slot_bytes(self, count, dtype, filled=True)
             total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
         return total
 

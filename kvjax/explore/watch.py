@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.contract import Cache, KVMethod, Layer, LayerSpec, Needs, Traits
 from kvjax.cache.fates import places
@@ -96,6 +97,14 @@ class WatchedLayer:
     def shares(self, measures: Array, lengths: Array) -> Array:
         """See `MeasuredLayer`."""
         return self.own.shares(measures, lengths)
+
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """See `MeasuredLayer`."""
+        return self.own.slots_for(tokens)
+
+    def with_room_for(self, slots: int) -> WatchedLayer:
+        """See `MeasuredLayer`."""
+        return dataclasses.replace(self, own=self.own.with_room_for(slots))
 
     def holding(self, kept: int, room: int) -> int:
         """See `MeasuredLayer`."""

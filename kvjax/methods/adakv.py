@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.select.ranking import ModelRanking
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.shares import HeadShares
 from kvjax.cache.select.units import top
@@ -78,6 +79,13 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
     "AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV",
     Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
     Trial(_SNAPKV.format(6) + ",rule=kvpress", _SNAPKV.format(100) + ",rule=kvpress", paged(6, page=4), name="kvpress"),
+    Trial(
+        _SNAPKV.format(6) + ",scope=model",
+        _SNAPKV.format(100) + ",scope=model",
+        # Alone, a layer is planned with a page more, and with as many as the rounding of its slots to 16 may add.
+        paged(6, page=4, beside=5),
+        name="scope=model",
+    ),
     formula="budget of head h = window + (1 - alpha) c_h + alpha b, b = budget - window, "
     "c_h: how many of the K b best tokens of all heads are head h's",
     differs="The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its "
@@ -85,11 +93,21 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
     example="snapkv:budget=256 + adakv",
     family="component over a selection",
 )
-def adakv(alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16) -> Method:
+def adakv(
+    alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16, scope: str = "layer"
+) -> Method:
     """Over an eviction method: a layer's budget is divided among its heads by their scores, and so are its bytes.
 
     Use it as in 'snapkv:budget=256 + adakv'. Window and sinks stay for every head. alpha: the share of each budget that
     all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
-    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held.
+    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held. scope:
+    "layer", or "model" for one ranking over all heads of all layers, by which KVzip divides its budget: alpha is then
+    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by their sum.
     """
-    return Method(apart=Pages(AdaKV(alpha, rule, normalise), page))
+    if scope not in ("layer", "model"):
+        raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
+    if scope == "layer":
+        return Method(apart=Pages(AdaKV(alpha, rule, normalise), page))
+    if rule != "adakv":
+        raise KvjaxError(f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model")
+    return Method(apart=Pages(AdaKV(alpha), page), shares=ModelRanking(alpha, normalise))

@@ -21,6 +21,8 @@ from kvjax.methods.trial import Trial, selected
 class KeyNorm(Scorer):
     """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
 
+    comparable = False  # each layer's norms are on a scale of their own
+
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         return by_tokens(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
 

@@ -58,15 +58,15 @@ def selected(budget: int, per_head: bool = True) -> Callable[[Sizes], Bytes]:
     return count
 
 
-def paged(budget: int, page: int, bias: bool = False) -> Callable[[Sizes], Bytes]:
+def paged(budget: int, page: int, bias: bool = False, beside: int = 0) -> Callable[[Sizes], Bytes]:
     """What heads of unequal lengths take that keep so many prompt tokens in the mean, in pages of `page` slots.
 
-    bias: whether slots say how many tokens they stand for.
+    bias: whether slots say how many tokens they stand for. beside: further pages of each shelf.
     """
 
     def count(x: Sizes) -> Bytes:
         decoded = x.left(0)
-        shelf = -(-(x.K * (budget + page - 1) // page) // x.K)  # pages
+        shelf = -(-(x.K * (budget + page - 1) // page) // x.K) + beside  # pages
         numbers = x.positions(shelf * page, per_head=True)  # a bias is as large as a position
         pages = 2 * x.rows(shelf * page) + (1 + bias) * numbers + x.positions(shelf, per_head=True)
         return Bytes(2 * x.rows(decoded) + x.positions(decoded) + x.per_row() + pages)

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
 from kvjax.cache.contract import KVMethod, Layer, slots_of, unnumbered
+from kvjax.cache.select.shares import SHARED_ROUNDING
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
@@ -20,9 +21,6 @@ from kvjax.models.model import Model
 from kvjax.run.forward import Plan
 from kvjax.run.plan import bind
 from kvjax.run.prompts import round_up
-
-SHARED_ROUNDING = 16
-"""A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
 
 LONGEST = 2**24
 """Tokens of a prompt to be planned for: budgets are tables of all lengths, and no model has so many positions."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.contract import Cache, slots_of
+from kvjax.cache.select.shares import SHARED_ROUNDING
 from kvjax.core import arguments
 from kvjax.core.mesh import constrain
 from kvjax.core.program import Program
@@ -22,7 +23,6 @@ from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.passes import Piece, Site, Whole, sites
 from kvjax.run.plan import make_cache
-from kvjax.run.planned import SHARED_ROUNDING
 from kvjax.run.prompts import consecutive, pad, place, round_up
 from kvjax.run.reading import Prompt
 
@@ -195,16 +195,19 @@ def encoded(
 ) -> tuple[Any, ...]:
     """The states of all layers; a layer's exact keys and values are freed when no other layer has to see them."""
     keep: list[Array | None] = [None] * len(plan)
+    sized = plan
     if any(layer.needs.all_layers for layer in plan):
         more = {"lengths": lengths, "setting": setting}
         seen = zip(prompts, sites(plan, model.config), strict=True)
         measures = [clock.call(MEASURE, prompt=prompt, site=site, **more) for prompt, site in seen]
-        tokens = np.asarray(clock.call(SHARES, measures=jnp.stack(measures), lengths=lengths, plan=plan))
+        every = jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
+        tokens = np.asarray(clock.call(SHARES, measures=every, lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
-        most = [round_up(int(row.max()), SHARED_ROUNDING) for row in tokens]
+        most = [round_up(layer.slots_for(kept), SHARED_ROUNDING) for layer, kept in zip(plan, tokens, strict=True)]
         slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
-        keep = [place(model, row, "B") for row in tokens]
-    where = sites(plan, model.config, slots)
+        keep = [place(model, kept, "B") for kept in tokens]
+        sized = tuple(layer.with_room_for(n) for layer, n in zip(plan, most, strict=True))
+    where = sites(sized, model.config, slots)
     layers: list[Any] = []
     below = None
     while prompts:

@@ -59,7 +59,7 @@ def seen_by(layer: Layer, prompt: Prompt, lengths: Array, keep: Array | None = N
     """A layer's prompt as its method takes it: the block, and the queries that it asked for."""
     pos = positions(prompt.k[:, 0, :, 0], lengths)
     block, wanted = Block(prompt.k, prompt.v, pos[:, None]), layer.needs.queries
-    if not layer.needs.observes:
+    if not layer.needs.observes and keep is None:
         return block, None
     q_pos = pos if wanted is None else last_positions(lengths, wanted)
     neighbour = None if prompt.neighbour is None else Block(*prompt.neighbour, pos[:, None])

@@ -120,10 +120,13 @@ def _trees(
         yield from _shared_trees(layer, model, rows, capacity, arrays)
         return
     counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
-    sizes = _sizes(layer, model.config, capacity, arrays)
-    for (prompt, slots), count in itertools.product(sizes, counts):
+    sizes = list(_sizes(layer, model.config, capacity, arrays))
+    layers = [layer]
+    if layer.needs.all_layers:  # what it keeps of the prompts has as many slots as one of the arrays
+        layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
+    for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
-            made, tree = abstract_state(layer, model.config, prompt, slots, count, model.dtype)
+            made, tree = abstract_state(here, model.config, prompt, slots, count, model.dtype)
             if [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in arrays[: len(made)]]:
                 yield tree
                 return

@@ -112,7 +112,7 @@ def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
     keep = None
     if layer.needs.all_layers:
         measures = layer.measure(*reading.seen_by(layer, seen, lengths))
-        keep = layer.shares(measures[None], lengths)[0]
+        keep = layer.shares(jax.tree.map(lambda x: x[None], measures), lengths)[0]
     return layer.prefill(*reading.seen_by(layer, seen, lengths, keep), slots)
 
 

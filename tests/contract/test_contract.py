@@ -13,10 +13,10 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
+from kvjax.cache.select.shares import SHARED_ROUNDING
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
-from kvjax.run.planned import SHARED_ROUNDING
 from tests.contract import edges, layer
 from tests.contract.table import RECIPES, TRIALS, sizes
 

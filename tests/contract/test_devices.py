@@ -188,10 +188,11 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
     [
         "streaming_llm:recent=3,sinks=1",  # a state of constant size, in which heads share the positions
         "cake:budget=6,window=2,kernel=3",  # budgets that are measured over all layers
+        "keydiff:budget=6,recent=1 + adakv:scope=model,page=4",  # one ranking over all heads of all layers
         "tidal_decode:topk=3,dense=0",  # what one layer hands to the next
         Method(read=InPieces()),  # a prompt that is fed through the method
     ],
-    ids=["constant state", "budgets over all layers", "a carry", "prompt through the method"],
+    ids=["constant state", "budgets over all layers", "a ranking over the model", "a carry", "prompt through the method"],
 )
 def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method, tmp_path):
     one, four = (

@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     [
         ("adakv", "divides what a selection keeps .* compose it with one"),
         ("keynorm:budget=4,per=layer + adakv", "slot `select`.*all heads keep the same tokens"),
-        ("cake:budget=64 + adakv", "slot `shares`.*before all layers have seen"),
+        ("cake:budget=64 + adakv", "slot `shares`.*all heads of a layer equally many"),
         (SNAPKV + " + h2o + adakv", "slot `decode`.*a policy takes tokens out"),
         (SNAPKV + " + kcache:device_layers=0 + adakv", "slot `read`.*chooses among the slots"),
         (SNAPKV + " + kivi + adakv", "slot `k`.*mix those of several heads; leave one of them out"),

@@ -19,7 +19,8 @@ from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.select.ranking import Counted
+from kvjax.cache.select.shares import SHARED_ROUNDING, HeadShares
 from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, attend_dense
 from kvjax.core.mesh import over_heads
@@ -49,6 +50,8 @@ class Pages(Apart):
 
     share: HeadShares
     page: int = 16
+    most: int | None = None  # slots that each head has in the mean, where that was counted over all layers
+    by_head = True
 
     def __post_init__(self):
         if self.page < 1:
@@ -60,18 +63,36 @@ class Pages(Apart):
 
     def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Shelves]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
-        most = layer.method.select.most_of(block.pos.shape[2], layer.spec)
-        kept = layer.selected(block, seen, most, self.share.at(layer.spec))
+        select = layer.method.select
+        most = select.most_of(block.pos.shape[2], layer.spec)
+        share = self.share.at(layer.spec)
+        if seen is not None and seen.keep is not None:
+            share = Counted(seen.keep, select.unit.size)
+        kept = layer.selected(block, seen, most, share)
         nothing = Block(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
-        return nothing, self._shelved(layer, kept, most)
+        return nothing, self._shelved(layer, kept, self._pages(layer, most))
 
-    def _shelved(self, layer: Any, kept: Block, most: int) -> Shelves:
-        """Heads with their tokens at the front, at most `most` in the mean -> the shelves of this device.
+    def _pages(self, layer: Any, most: int) -> int:
+        """Pages of a shelf, where each head keeps so many tokens in the mean."""
+        K = layer.spec.kv_heads
+        pages = -(-(K * (most + self.page - 1) // self.page) // K)
+        if layer.method.shares is None:
+            return pages
+        # Before all layers have seen the prompt, a layer is planned as if it kept its own budget. What its whole pages
+        # and the rounding of its slots add is added to each, so that all layers together are never below what is held.
+        return -(-self.most // self.page) if self.most is not None else pages + 1 + -(-SHARED_ROUNDING // self.page)
+
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
+        pages = (-(-tokens // self.page)).sum(1).max()
+        return int(-(-pages // tokens.shape[1])) * self.page
+
+    def _shelved(self, layer: Any, kept: Block, pages: int) -> Shelves:
+        """Heads with their tokens at the front -> the shelves of this device, so many pages each.
 
         Each device sees for once what the heads of all devices keep.
         """
         K, here = layer.spec.kv_heads, kept.k.shape[1]
-        pages = -(-(K * (most + self.page - 1) // self.page) // K)  # of a shelf
         number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
         number = number + jnp.arange(pages, dtype=jnp.int32)[None]  # i32[K pages], over all shelves
         length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
@@ -116,6 +137,11 @@ class Pages(Apart):
         used = (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()
         return bytes_beyond(store, R, [count * self.page / K for count in used])
 
+    def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
+        """Those beyond what heads take at most that keep so many tokens in the mean: each one's last page is all but empty."""
+        B, _, R = store.pos.shape
+        return bytes_beyond(store, R, [min(kept + self.page - 1, R)] * B)
+
     def positions(self, store: Shelves) -> Array:
         """i32[B K S], S the slots of all shelves."""
         B, K, R = store.pos.shape
@@ -141,7 +167,7 @@ class Pages(Apart):
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
             ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
-            ("shares", m.shares is not None, "pages are counted before all layers have seen the prompt"),
+            ("shares", m.shares is not None and not m.shares.by_head, "it gives all heads of a layer equally many"),
             ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
             ("k", not m.k.any_slot, mixed),

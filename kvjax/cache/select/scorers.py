@@ -30,6 +30,7 @@ class Scorer:
     queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
     output = False  # whether it looks at the layer's output projection, `Obs.output`
     hidden = False  # whether it looks at the prompt's hidden states, `Obs.hidden`
+    comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
     probe: Probe | None = None  # a second pass over the prompt; what `look` makes of it is `Obs.probed` for `scores`
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:

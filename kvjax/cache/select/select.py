@@ -85,10 +85,25 @@ class Select:
 
     def counts(self, block: Block, seen: Obs | None, slots: int, spec: LayerSpec) -> Array:
         """i32[B]: tokens of each row that stay, at most `slots`."""
-        if seen is not None and seen.keep is not None:
+        if seen is not None and seen.keep is not None and seen.keep.ndim == 1:
             return jnp.minimum(seen.keep, slots)
         table = jnp.asarray(self._table(block.pos.shape[2], spec))
         return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], slots)
+
+    def candidates(self, block: Block, seen: Obs | None, spec: LayerSpec) -> tuple[Array, Array, Array]:
+        """What a ranking over the model is made of, from one layer.
+
+        Returns:
+          The scores of each head's units f32[B K U], -inf for what is no whole unit; the units i32[B] that each head
+          would keep by itself; the tokens i32[B] of each head that stay in any case.
+        """
+        slots = self.most_of(block.pos.shape[2], spec)
+        part = split(block.pos, self.counts(block, None, slots, spec), slots, self.sinks, self.recent, self.unit.size)
+        scores = self._scored(block, seen, spec)
+        self._check_scores(scores, block)
+        by_units = unit_scores(scores.kv, self.sinks, self.unit)
+        by_units = jnp.where(evictable(part, by_units.shape[2])[:, None], by_units, -jnp.inf)
+        return by_units, part.quota, part.front + part.back
 
     def choose(
         self,
@@ -129,7 +144,7 @@ class Select:
         allowed = evictable(part, by_units.shape[2]) & ~taken
         chosen = best(allowed, taken.sum(-1, dtype=jnp.int32)) | taken[:, None]
         if share is not None:
-            slots = min(S, slots + (spec.kv_heads - 1) * max(slots - self.sinks - self.recent, 0))
+            slots = min(S, slots + share.others(spec) * max(slots - self.sinks - self.recent, 0))
         return Choice(indices(chosen, part, S, slots, self.sinks, self.unit.size), scores)
 
     def _scored(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:

@@ -14,18 +14,32 @@ from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 
 
+SHARED_ROUNDING = 16
+"""A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
+
+
 class LayerShares:
     """The `shares` slot of a method: each layer measures its prompt, and gets tokens by its measure."""
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    by_head = False  # whether `tokens` tells them for each head, which takes a store for heads of unequal length
 
-    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Array:
-        """f32[B]: what the shares are made of, from one layer's prompt."""
+    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Any:
+        """What the shares are made of, from one layer's prompt: arrays [B ...], as f32[B]."""
         raise NotImplementedError
 
-    def tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
-        """Measures f32[L B] of prompts of lengths i32[B] -> the tokens that each layer keeps, i32[L B]."""
+    def tokens(self, layer: Any, measures: Any, lengths: Array) -> Array:
+        """Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
+
+        Args:
+          layer: one of the layers, for what all have in common.
+          measures: those of all layers, arrays [L B ...].
+          lengths: i32[B], of the prompts.
+        """
         raise NotImplementedError
+
+    def check(self, layer: Any) -> None:
+        """Raises KvjaxError for other slots of the method that this one cannot work with."""
 
 
 class HeadShares:
@@ -37,6 +51,10 @@ class HeadShares:
     def at(self, spec: LayerSpec) -> HeadShares:
         """The rule in one layer; raises KvjaxError for a layer that it does not fit."""
         return self
+
+    def others(self, spec: LayerSpec) -> int:
+        """How many other heads' budgets one head may have beside its own."""
+        return spec.kv_heads - 1
 
     def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         """Units that all heads of a layer keep, i32[B K], each row's sum K * quota.

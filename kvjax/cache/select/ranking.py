@@ -1,0 +1,100 @@
+"""A budget over the whole model: one ranking of the tokens of all heads of all layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.shares import HeadShares, LayerShares
+from kvjax.cache.select.units import top
+from kvjax.core.mesh import over_heads
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+
+
+class Candidates(NamedTuple):
+    """The units of one layer that take part in the ranking, and what the layer would keep by itself."""
+
+    scores: Array  # f32[B K U], -inf for what is no whole unit of the sequence
+    quota: Array  # i32[B], units that each head would keep if all kept equally many
+    always: Array  # i32[B], tokens of each head that stay in any case: sinks, recent ones and an incomplete unit
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRanking(LayerShares):
+    """The best units of all heads of all layers stay, as many as the layers' budgets make together.
+
+    This is the rule by which KVzip divides its budget (Kim et al. 2025, arXiv 2505.23416, and kvpress' default).
+    Sinks and recent tokens take no part and stay in every head. Of equal scores the lower layer comes first, then the
+    lower head, then the earlier unit.
+
+    Attributes:
+      safe: the fraction of the mean budget that every head keeps in any case, its own best units: AdaKV's safeguard.
+      normalise: whether each layer's scores are divided by their sum first, so that layers whose scores are large
+        altogether do not take the budget of the others. Scores must not be negative then.
+    """
+
+    safe: float = 0.0
+    normalise: bool = False
+    by_head = True
+
+    def __post_init__(self):
+        if not 0 <= self.safe <= 1:
+            raise KvjaxError(f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same")
+
+    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Candidates:
+        scores, quota, always = layer.method.select.candidates(block, seen, layer.spec)
+        if self.normalise:
+            whole = over_heads.sum(jnp.where(jnp.isfinite(scores), scores, 0.0).sum(-1, keepdims=True))
+            scores = scores / jnp.maximum(whole, 1e-30)
+        return Candidates(scores, quota, always)
+
+    def tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
+        L, B, K, U = measures.scores.shape
+        scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, L * K, U)
+        quota = jnp.repeat(measures.quota.T, K, 1)  # i32[B L*K]
+        allowed = scores > -jnp.inf
+        safe = part_of(self.safe, quota)
+        # Representatives take places of all heads alike, so that every head must have as many of its own.
+        if layer.method.represent is not None:
+            safe = jnp.maximum(safe, part_of(layer.method.represent.share, quota))
+        first = jnp.where(top(scores, allowed, safe), jnp.inf, scores)
+        best = top(first.reshape(B, -1), allowed.reshape(B, -1), quota.sum(-1)).reshape(B, L, K, U)
+        won = jnp.moveaxis(best.sum(-1, dtype=jnp.int32), 1, 0)
+        return measures.always[:, :, None] + won * layer.method.select.unit.size
+
+    def check(self, layer: Any) -> None:
+        method = layer.method
+        if method.apart is None or not method.apart.by_head:
+            raise IncompatibleMethod(
+                "a ranking over the model (slot `shares`) gives heads unequal lengths and needs a store for them in slot "
+                "`apart`; write it as a component over a selection, as in 'kvzip:budget=512 + adakv:scope=model'"
+            )
+        scorer = method.select.scorer
+        if not scorer.comparable:
+            raise IncompatibleMethod(
+                f"scores of {type(scorer).__name__} (slot `select`) are on a scale of each layer's own and cannot be "
+                "ranked over the model; divide the budget within each layer (scope=layer), or take a scorer of "
+                "attention weights, as in 'kvzip:budget=512 + adakv:scope=model'"
+            )
+
+
+class Counted(HeadShares):
+    """What each head keeps is known: i32[B K] tokens, of all heads of the layer; only made while a layer is traced."""
+
+    def __init__(self, tokens: Array, size: int):
+        self.tokens, self.size = tokens, size
+
+    def others(self, spec: LayerSpec) -> int:
+        """Those of all heads of all layers."""
+        return spec.layers * spec.kv_heads - 1
+
+    def heads(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        """i32[B K] units of the heads on this device, beside those that stay in any case; see `HeadShares`."""
+        here = scores.shape[1]
+        first = over_heads.first(here)
+        mine = jnp.take(self.tokens, first + jnp.arange(here, dtype=jnp.int32), axis=1)
+        return mine // self.size - beside[:, None]

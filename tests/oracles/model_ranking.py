@@ -1,0 +1,30 @@
+"""A budget over the whole model in NumPy, one prompt at a time, from KVzip's paper (2505.23416, section 3.3).
+
+The paper keeps the pairs of the highest scores among all heads of all layers. Which of equal scores comes first, and
+that every head may keep a safe fraction of its own best, is kvjax's and stands in `ModelRanking`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def kept(scores, quotas: list[int], safe: int = 0) -> list[list[list[int]]]:
+    """Scores [L][K][U], the units that heads of each layer keep in the mean -> the units that stay, [L][K][..]."""
+    everything = [
+        (layer, head, unit)
+        for layer, heads in enumerate(scores)
+        for head, units in enumerate(heads)
+        for unit in range(len(units))
+    ]
+    first = set()
+    for layer, heads in enumerate(scores):
+        for head, units in enumerate(heads):
+            first |= {(layer, head, unit) for unit in np.argsort(-np.asarray(units), kind="stable")[:safe].tolist()}
+    everything.sort(key=lambda at: (at not in first, -scores[at[0]][at[1]][at[2]], at))
+    total = sum(quota * len(heads) for quota, heads in zip(quotas, scores, strict=True))
+    best = set(everything[:total])
+    return [
+        [[unit for unit in range(len(units)) if (layer, head, unit) in best] for head, units in enumerate(heads)]
+        for layer, heads in enumerate(scores)
+    ]

@@ -1,0 +1,165 @@
+"""A budget over the whole model against its oracle: what heads keep, their bytes, and what cannot be ranked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.select.ranking import Candidates, ModelRanking
+from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import keydiff
+from tests.oracles import model_ranking as oracle
+
+OVER_THE_MODEL = "adakv:scope=model,alpha=0,page=4"
+PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
+
+
+def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
+    """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are single tokens, 2 of them sinks."""
+    bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
+    inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
+    every = Candidates(
+        jnp.asarray(np.where(inside, scores, -np.inf), jnp.float32),
+        jnp.asarray(quotas, jnp.int32),
+        jnp.full(scores.shape[:2], 2, jnp.int32),
+    )
+    return np.asarray(jax.jit(lambda x: rule.tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(every))
+
+
+def test_the_example_by_hand():
+    """Two layers of two heads of four tokens, of which two stay in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
+    scores = np.array([[[[9, 8, 7, 1], [3, 2, 1, 0]]], [[[6, 5, 4, 0], [3, 0, 0, 0]]]])
+    assert counts(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
+    # Half of the budget is safe: each head's best token, whatever it scores.
+    low = np.array([[[[9, 8, 7, 6], [9, 8, 7, 6]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]])
+    assert counts(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
+    assert counts(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
+
+
+def test_normalised_scores_of_a_layer_sum_to_one():
+    """The layer's two heads together, of each sequence; the recent token takes no part."""
+    bound = layer.bound(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
+    block = layer.prompt(layer.data())[1]
+    plain = bound.measure(block, None).scores
+    scaled = ModelRanking(normalise=True).measure(bound, block, None).scores
+    inside = np.isfinite(plain)
+    whole = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
+    np.testing.assert_array_equal(np.isfinite(scaled), inside)
+    np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(whole, 1e-30), 1e-6)
+
+
+@pytest.mark.parametrize("levels", [3, 10**6])
+@pytest.mark.parametrize("safe", [0.0, 0.5])
+def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
+    rng = np.random.default_rng(levels)
+    lengths, quotas = [20, 1, 13, 20], [[6, 1, 4, 20], [2, 0, 8, 20], [4, 1, 0, 20]]
+    scores = rng.integers(0, levels, (3, 4, 2, 20)) * rng.integers(1, 4, (3, 4, 2, 1))
+    found = counts(ModelRanking(safe=safe), scores, lengths, quotas)
+    for b, n in enumerate(lengths):
+        mine = [quota[b] for quota in quotas]
+        if safe and len(set(mine)) > 1:
+            continue  # the oracle's safe number is one for all layers
+        want = oracle.kept(scores[:, b, :, :n].tolist(), mine, int(safe * mine[0]))
+        assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in want]
+        assert (found[:, b] - 2).sum() == 2 * sum(mine)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
+    """Keys are read off the exact cache; 3 recent tokens stay in every head."""
+    model, budget, recent = toy_model(kv_heads=2), 12, 3
+    held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent={recent} + {OVER_THE_MODEL}", chunk=chunk)
+    exact = kvjax.read(model, PROMPTS, "full").cache.layers
+    unequal = 0
+    for row, prompt in enumerate(PROMPTS):
+        n = len(prompt)
+        keys = [np.asarray(state.k.data, np.float64)[row, :, :n] for state in exact]
+        scores = [[keydiff.scores(head)[: n - min(recent, n)].tolist() for head in heads] for heads in keys]
+        want = oracle.kept(scores, [min(budget, n) - min(recent, n)] * len(scores))
+        newest = list(range(n - min(recent, n), n))
+        for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+            for head, units in zip(layer_kept[row], layer_want, strict=True):
+                assert head.tolist() == units + newest
+                unequal += len(head) != budget
+    assert unequal > 3
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours():
+    model = toy_model(kv_heads=2)
+    text = f"snapkv:budget=12,window=4,kernel=3 + {OVER_THE_MODEL} + kvcrush + int8"
+    together = kvjax.read(model, PROMPTS, text, room=8)
+    for row, prompt in enumerate(PROMPTS):
+        alone = kvjax.read(model, [prompt], text, room=8)
+        for every, mine in zip(together.kept_positions(), alone.kept_positions(), strict=True):
+            assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
+        assert together.generate(max_new_tokens=5).tokens[row] == alone.generate(max_new_tokens=5).tokens[0]
+
+
+def test_representatives_leave_no_head_without_tokens_of_its_own():
+    """KVCrush's places are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
+    text = f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL} + kvcrush:share=0.5"
+    held = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
+    lengths = [len(head) for heads in held.kept_positions() for head in heads[0]]
+    assert sum(lengths) == 12 * len(lengths) and min(lengths) >= 2 + 5
+
+
+@pytest.mark.parametrize("method", ["keydiff:budget=12,recent=2", "kvzip:budget=25%", "snapkv:budget=12,window=4"])
+@pytest.mark.parametrize("length", [60, 130, 333])
+def test_a_plan_is_never_below_what_is_held_and_allocated(method, length):
+    model, prompt = toy_model(kv_heads=2), np.random.default_rng(length).integers(0, 60, length).tolist()
+    text = f"{method} + {OVER_THE_MODEL} + int8"
+    context = kvjax.read(model, [prompt], text, room=16)
+    planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
+    assert context.bytes.held["device"] <= planned.held["device"] <= 1.5 * context.bytes.held["device"]
+    assert context.bytes.total["device"] <= planned.total["device"]
+
+
+def test_bytes_held_are_those_of_the_pages_that_heads_own():
+    model = toy_model(kv_heads=2)
+    context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}", room=16)
+    pages = sum(-(-len(head) // 4) for heads in context.kept_positions() for head in heads[0])
+    slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
+    stores = [state.apart for state in context.cache.layers]
+    owners = sum(4 * store.owner.size for store in stores)
+    beside = 4 + sum(4 for _ in stores)  # lengths of the cache, and of each layer
+    assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
+
+
+def test_a_saved_context_goes_on(tmp_path):
+    model, text = toy_model(kv_heads=2), f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}"
+    context = kvjax.read(model, PROMPTS, text, room=8)
+    resumed = kvjax.resume(model, context.save(tmp_path / "context"), text)
+    assert resumed.generate(max_new_tokens=5).tokens == context.generate(max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("adakv:scope=model", "has none to stand on; compose it with one"),
+        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*scope=layer"),
+        ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
+        ("snapkv:budget=8,window=2 + kivi + adakv:scope=model", "mix those of several heads"),
+        (kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()), "a store for them in slot `apart`"),
+    ],
+)
+def test_what_cannot_be_ranked_over_the_model_says_why(method, says):
+    with pytest.raises(IncompatibleMethod, match=says):
+        layer.bound(method)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"scope": "head"}, "scope of adakv must be 'layer' or 'model', got 'head'"),
+        ({"scope": "model", "rule": "kvpress"}, "leave rule='kvpress' out of scope=model"),
+        ({"scope": "model", "alpha": 1.5}, "alpha of AdaKV must lie in"),
+    ],
+)
+def test_wrong_values_say_so(fields, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.methods.adakv(**fields)
