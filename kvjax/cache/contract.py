@@ -141,7 +141,7 @@ class MeasuredLayer(Layer, Protocol):
         ...
 
     def shares(self, measures: Any, lengths: Array) -> Array:
-        """Measures of all layers [L B ...], lengths of the prompts i32[B] -> tokens that stay, i32[L B] or i32[L B K]."""
+        """Measures of all layers [L B ...], lengths i32[B] of the prompts -> tokens kept, i32[L B] or i32[L B K]."""
         ...
 
     def slots_for(self, tokens: np.ndarray) -> int:

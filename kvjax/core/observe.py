@@ -19,7 +19,7 @@ class Obs(NamedTuple):
 
     q: Array  # [B K G Q H]
     pos: Array  # i32[B Q], positions in the prompt, -1 = padding
-    keep: Array | None = None  # i32[B] or i32[B K]: tokens of each row or head that stay, where that was measured over all layers
+    keep: Array | None = None  # i32[B] tokens of each row, or i32[B K] of each head, that stay by all layers' measures
     output: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
     hidden: Array | None = None  # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
     probed: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise

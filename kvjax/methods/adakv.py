@@ -109,5 +109,7 @@ def adakv(
     if scope == "layer":
         return Method(apart=Pages(AdaKV(alpha, rule, normalise), page))
     if rule != "adakv":
-        raise KvjaxError(f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model")
+        raise KvjaxError(
+            f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
+        )
     return Method(apart=Pages(AdaKV(alpha), page), shares=ModelRanking(alpha, normalise))

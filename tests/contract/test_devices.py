@@ -192,7 +192,13 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
         "tidal_decode:topk=3,dense=0",  # what one layer hands to the next
         Method(read=InPieces()),  # a prompt that is fed through the method
     ],
-    ids=["constant state", "budgets over all layers", "a ranking over the model", "a carry", "prompt through the method"],
+    ids=[
+        "constant state",
+        "budgets over all layers",
+        "a ranking over the model",
+        "a carry",
+        "prompt through the method",
+    ],
 )
 def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method, tmp_path):
     one, four = (

@@ -20,7 +20,7 @@ PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
 def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
-    """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are single tokens, 2 of them sinks."""
+    """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are tokens; 2 more are sinks."""
     bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
     inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
     every = Candidates(
@@ -144,7 +144,10 @@ def test_a_saved_context_goes_on(tmp_path):
         ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*scope=layer"),
         ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
         ("snapkv:budget=8,window=2 + kivi + adakv:scope=model", "mix those of several heads"),
-        (kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()), "a store for them in slot `apart`"),
+        (
+            kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()),
+            "a store for them in slot `apart`",
+        ),
     ],
 )
 def test_what_cannot_be_ranked_over_the_model_says_why(method, says):

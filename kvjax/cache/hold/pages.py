@@ -92,7 +92,7 @@ class Pages(Apart):
 
         Each device sees for once what the heads of all devices keep.
         """
-        K, here = layer.spec.kv_heads, kept.k.shape[1]
+        here = kept.k.shape[1]
         number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
         number = number + jnp.arange(pages, dtype=jnp.int32)[None]  # i32[K pages], over all shelves
         length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
@@ -138,7 +138,7 @@ class Pages(Apart):
         return bytes_beyond(store, R, [count * self.page / K for count in used])
 
     def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
-        """Those beyond what heads take at most that keep so many tokens in the mean: each one's last page is all but empty."""
+        """Bytes beyond what heads need that keep so many tokens in the mean, all their last pages all but empty."""
         B, _, R = store.pos.shape
         return bytes_beyond(store, R, [min(kept + self.page - 1, R)] * B)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import top
@@ -43,7 +44,9 @@ class ModelRanking(LayerShares):
 
     def __post_init__(self):
         if not 0 <= self.safe <= 1:
-            raise KvjaxError(f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same")
+            raise KvjaxError(
+                f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same"
+            )
 
     def measure(self, layer: Any, block: Block, seen: Obs | None) -> Candidates:
         scores, quota, always = layer.method.select.candidates(block, seen, layer.spec)
@@ -70,8 +73,8 @@ class ModelRanking(LayerShares):
         method = layer.method
         if method.apart is None or not method.apart.by_head:
             raise IncompatibleMethod(
-                "a ranking over the model (slot `shares`) gives heads unequal lengths and needs a store for them in slot "
-                "`apart`; write it as a component over a selection, as in 'kvzip:budget=512 + adakv:scope=model'"
+                "a ranking over the model (slot `shares`) gives heads unequal lengths and needs a store for them in "
+                "slot `apart`; write it as a component over a selection, as in 'kvzip:budget=512 + adakv:scope=model'"
             )
         scorer = method.select.scorer
         if not scorer.comparable:

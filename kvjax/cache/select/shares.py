@@ -13,7 +13,6 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 
-
 SHARED_ROUNDING = 16
 """A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
 
