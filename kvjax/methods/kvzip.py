@@ -107,9 +107,9 @@ def _inverse_norms(seen: Obs) -> Array:
     Trial("kvzip:budget=5,sinks=1,plus=true", "", selected(5), name="plus"),
     formula="score_s = max over queries t that repeat s's piece, and over query heads, of softmax(q_t k_s); plus: "
     "times |v_s W_o| / |x_t|",
-    differs="Every layer and head keeps equally many tokens. `kvzip + adakv:alpha=0,scope=model` ranks those of all heads of "
-    "all layers together, as the authors do, and `kvzip + adakv:alpha=0` those of all heads of a layer. The first "
-    "tokens always stay; the template's end of turn is not put behind the instruction.",
+    differs="Every layer and head keeps equally many tokens. `kvzip + adakv:alpha=0,scope=model` ranks those of all "
+    "heads of all layers together, as the authors do, and `kvzip + adakv:alpha=0` those of all heads of a layer. The "
+    "first tokens always stay; the template's end of turn is not put behind the instruction.",
     example="kvzip:budget=512",
     family="eviction after the prompt",
 )
