@@ -77,6 +77,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares both lists w
     from kvjax.methods.tova import tova as tova
     from kvjax.methods.triattention import triattention as triattention
     from kvjax.methods.turboquant import turboquant as turboquant
+    from kvjax.methods.turned_queries import turned_queries as turned_queries
     from kvjax.methods.zipcache import zipcache as zipcache
     from kvjax.methods.zipvl import zipvl as zipvl
 
@@ -150,6 +151,7 @@ __all__ = [
     "tova",
     "triattention",
     "turboquant",
+    "turned_queries",
     "zipcache",
     "zipvl",
 ]

@@ -1,0 +1,95 @@
+"""Turned queries: the tokens that the prompt's own queries attend to from behind the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.method import Method
+from kvjax.cache.read.reader import cut
+from kvjax.cache.select.budgets import TokenBudget
+from kvjax.cache.select.future import still_seen
+from kvjax.cache.select.scorers import Scorer, Scores, by_heads
+from kvjax.cache.select.select import selecting
+from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, selected
+
+QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnedQueries(Scorer):
+    """The most attention that a token gets from any of the prompt's queries, all moved behind the prompt.
+
+    The rotary embedding of each query is taken off, and that of one position behind the prompt, its length + `ahead`,
+    is put on. Each query then attends to the whole prompt, without a causal mask. So a token is asked for by queries
+    that really occurred, as a later reader at one place would ask for it: early queries, which never saw what follows
+    them, take part. A key/value head takes the greatest over its query heads.
+
+    Attributes:
+      ahead: how far behind the prompt's end queries stand, in tokens.
+      reduce: "max" or "mean" over the queries.
+    """
+
+    queries: ClassVar[int | None] = None
+    ahead: int = 32
+    reduce: str = "max"
+
+    def __post_init__(self):
+        if self.ahead < 0:
+            raise KvjaxError(f"ahead must be 0 or more tokens behind the prompt, got {self.ahead}; use 32")
+        if self.reduce not in ("max", "mean"):
+            raise KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
+
+    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+        block, seen = block.clean(), self.asked(seen)
+        length = (block.pos >= 0).sum(-1, dtype=jnp.int32).max(1)  # i32[B]
+        asking = seen.pos >= 0
+        behind = jnp.where(asking, (length + self.ahead)[:, None], -1)
+        # A sliding window only hides what no later query will see: those tokens get nothing below.
+        readable = still_seen(block, spec.window)[:, :, :, None]
+
+        def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            q, before, there = queries
+            bare = spec.rope.bare_queries(q, jnp.maximum(before, 0))
+            turned = spec.rope.turn_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
+            allowed = visible(block.pos, there) & readable
+            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), NEG))
+            p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
+            return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
+
+        blocks = cut(seen.q, 3, QUERIES_AT_ONCE), *(cut(x, 1, QUERIES_AT_ONCE, -1) for x in (seen.pos, behind))
+        heads, _ = lax.scan(add, jnp.zeros((*seen.q.shape[:3], block.k.shape[2])), blocks)
+        if self.reduce == "mean":
+            heads = heads / jnp.maximum(asking.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
+        return by_heads(heads, heads.max(2), block)
+
+
+@recipe(
+    "kvjax's own",
+    Trial("turned_queries:budget=5,sinks=1,ahead=4", "turned_queries:budget=100", selected(5)),
+    formula="score_s = max over queries t of the prompt, and over query heads, of "
+    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p",
+    differs="There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the "
+    "prompt's own queries, so that the model runs once.",
+    example="turned_queries:budget=512 + adakv:alpha=0,scope=model",
+    family="eviction after the prompt",
+)
+def turned_queries(
+    budget: TokenBudget = 1024, ahead: int = 32, sinks: int = 4, recent: int = 0, reduce: str = "max"
+) -> Method:
+    """After the prompt each head keeps the tokens that the prompt's own queries would attend to from behind it.
+
+    budget: prompt tokens kept per layer and key/value head, those that always stay included. ahead: tokens between the
+    prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that always stay.
+    reduce: "max" or "mean" over the queries. Costs one more attention pass over the prompt, and no run of the model.
+    With `+ adakv:alpha=0,scope=model` one budget is divided among all heads of all layers, for which it is made.
+    """
+    return Method(select=selecting(TurnedQueries(ahead, reduce), budget, sinks, recent))

@@ -1,0 +1,85 @@
+"""Turned queries against their oracle, on ragged sequences, and what they keep over the whole model."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.contract import LayerSpec
+from kvjax.core.observe import Obs
+from kvjax.core.rope import Rope, RopeScaling
+from kvjax.core.types import Block, KvjaxError
+from kvjax.methods.turned_queries import TurnedQueries
+from kvjax.testing import toy_model
+from tests.contract import layer
+from tests.oracles import turned_queries as oracle
+
+FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
+
+
+def found(scorer: TurnedQueries, block: Block, seen: Obs, spec: LayerSpec) -> np.ndarray:
+    return np.asarray(jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)(block, seen))
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("ahead", [0, 32])
+def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, reduce):
+    d = layer.data(3)
+    for padding in (0.0, np.inf):
+        q, block = layer.prompt(d, padding)
+        got = found(TurnedQueries(ahead, reduce), block, Obs(q, block.pos[:, 0]), layer.spec())
+        for row, n in enumerate(d.lengths):
+            for head in range(layer.K):
+                q_row, k_row = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
+                want = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce)
+                np.testing.assert_allclose(got[row, head, :n], want, rtol=2e-4)
+            assert (got[row, :, n:] == -np.inf).all()
+
+
+def test_a_token_behind_a_query_counts_by_hand():
+    """The first query never saw the second token; turned by two quarters, it points at it and away from the first."""
+    rope = Rope(2, scaling=RopeScaling("linear", 2 / np.pi))  # one position makes a quarter turn
+    pos = np.arange(2, dtype=np.int32)[None]
+    three = np.sqrt(2) * np.log(3) / 2  # logits that differ by log 3
+    q = np.array([[1, 0], [0, 1]], np.float32)[None, None, None]  # both (1, 0) without their rotation
+    k = np.array([[three, 0], [-three, 0]], np.float32)[None, None]
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=rope)
+    got = found(TurnedQueries(ahead=0), Block(k, k, pos[:, None]), Obs(q, pos), spec)
+    np.testing.assert_allclose(got[0, 0], [0.25, 0.75], atol=1e-5)
+
+
+def test_what_left_the_sliding_window_scores_zero():
+    q, block = layer.prompt(layer.data())
+    got = found(TurnedQueries(), block, Obs(q, block.pos[:, 0]), layer.spec(window=5))
+    assert (got[0] > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
+
+
+def test_all_queries_of_a_longer_prompt_ask_block_by_block():
+    rng, T = np.random.default_rng(0), 150
+    q, k = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((1, 1, 2, T, 8), (1, 1, T, 8)))
+    pos = np.arange(T, dtype=np.int32)[None]
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=2, head_dim=8, window=None, rope=Rope(8))
+    for reduce in ("max", "mean"):
+        got = found(TurnedQueries(7, reduce), Block(k, k, pos[:, None]), Obs(q, pos), spec)
+        want = oracle.scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, reduce)
+        np.testing.assert_allclose(got[0, 0], want, rtol=1e-3, atol=1e-7)
+
+
+def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours():
+    model, prompts = toy_model(kv_heads=2), [list(range(60)), [5, 9, 5], list(range(30, 70))]
+    text = "turned_queries:budget=12,sinks=1 + adakv:alpha=0,scope=model,page=4"
+    together = kvjax.read(model, prompts, text, room=8)
+    assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
+    for row, prompt in enumerate(prompts):
+        alone = kvjax.read(model, [prompt], text, room=8)
+        assert together.generate(max_new_tokens=4).tokens[row] == alone.generate(max_new_tokens=4).tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"), [({"ahead": -1}, "ahead must be 0 or more"), ({"reduce": "sum"}, "'max' or")]
+)
+def test_wrong_values_say_so(fields, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.methods.turned_queries(**fields)

@@ -1,0 +1,26 @@
+"""Turned queries in NumPy, one sequence and key/value head at a time, float64, from the formula on its page."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """x [n H] with the pairs (i, i + H/2) as complex numbers, turned by positions [n] times frequencies [H/2]."""
+    half = x.shape[1] // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
+    return np.concatenate([turned.real, turned.imag], 1)
+
+
+def scores(q: np.ndarray, k: np.ndarray, frequencies: np.ndarray, ahead: int, reduce: str = "max") -> np.ndarray:
+    """Queries q [G T H] and keys k [T H] as a model holds them, rotated to 0..T-1 -> [T]."""
+    T = k.shape[0]
+    found = []
+    for head in q:
+        bare = rotated(head, -np.arange(T), frequencies)
+        there = rotated(bare, np.full(T, T + ahead), frequencies)
+        logits = there @ k.T / np.sqrt(k.shape[1])
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        found.append(p.max(0) if reduce == "max" else p.mean(0))
+    return np.max(found, 0)
