@@ -81,10 +81,13 @@ def label(method: str) -> str:
     sizes = ("budget", "bits", "k_bits")
     named = []
     for part in parts_given(method):
+        if "scope" in part.values:
+            named.append(f"ranked over the {part.values['scope']}")
+            continue
         size = next((part.values[name] for name in sizes if name in part.values), None)
         unit = "tokens" if "budget" in part.values else "bit" if size == 1 else "bits"
         named.append(part.name if size is None else f"{part.name}, {size} {unit}")
-    return " + ".join(named)
+    return " + ".join(named).replace(" + ranked", ", ranked")
 
 
 class Kind(NamedTuple):
@@ -135,10 +138,12 @@ def draw(found: Sequence[Point], path: Path) -> None:
     exact = next(p for p in found if p.method == FULL)
     ax.axhline(exact.questions[0], color="0.6", linewidth=0.8, zorder=0)
     for column in columns(found):
-        column.sort(key=lambda p: p.questions[0])
-        right = max(p.device for p in column)
-        for p, height in zip(column, apart([p.questions[0] for p in column], LABEL_GAP), strict=True):
-            _point(ax, p, (1.07 * right, height))
+        ends = min(p.device for p in column) / 1.07, 1.07 * max(p.device for p in column)
+        # Names of methods that keep fewer tokens stand on the left, so that those of a column do not crowd.
+        for end, on_left in zip(ends, (True, False), strict=True):
+            named = sorted((p for p in column if (kind(p) is TOKENS) == on_left), key=lambda p: p.questions[0])
+            for p, height in zip(named, apart([p.questions[0] for p in named], LABEL_GAP), strict=True):
+                _point(ax, p, (end, height), "right" if on_left else "left")
     ax.set_xscale("log")
     ticks = (5, 10, 20, 30, 50, 100)
     ax.set_xticks(ticks, [f"{tick}%" for tick in ticks])
@@ -155,14 +160,16 @@ def draw(found: Sequence[Point], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _point(ax: Axes, p: Point, beside: tuple[float, float]) -> None:
-    """A point with its error, and its method's name at a place beside it."""
+def _point(ax: Axes, p: Point, beside: tuple[float, float], align: str) -> None:
+    """A point with its error, and its method's name at a place beside it; `align` is the end of the name there."""
     mean, error = p.questions
     color, filled = kind(p).color, kind(p).filled
     ax.errorbar(p.device, mean, error, color=color, marker="o", mfc=color if filled else "white", capsize=2, lw=1)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 4}
-    ax.annotate(label(p.method), (p.device, mean), beside, fontsize=8, va="center", arrowprops=line, bbox=white)
+    ax.annotate(
+        label(p.method), (p.device, mean), beside, fontsize=8, ha=align, va="center", arrowprops=line, bbox=white
+    )
 
 
 def main() -> None:
