@@ -227,7 +227,10 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.read(m, [[1]], "full", width=0), "width must be an integer from 1 .* got 0"),
         (lambda m: kvjax.read(m, [[1]], "full").ask([[1]] * 2, first_row=-1), "first_row must be an integer from 0"),
         (lambda m: kvjax.read(m, [[1]], "full").join(3), "joined with other contexts, got 3"),
-        (lambda m: kvjax.load("testbed", dtype="int8"), "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (
+            lambda m: kvjax.load("testbed", dtype="int8"),
+            "dtype must be one of float32, bfloat16, float16, .* got 'int8'",
+        ),
         (lambda m: kvjax.random_model(m.config, dtype=bool), "dtype must be one of float32"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=[[True]]), "for each token of rows of .2. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=5), "decoded is true, false, or a list"),
