@@ -57,6 +57,7 @@ class _Represent(_Heard):
     def __init__(self, slot: Any, noting: Noting, sinks: int):
         super().__init__(slot, noting)
         self.sinks = sinks
+        self.share = slot.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
     def representatives(self, units: Units, count: Array, places: int) -> Array:
         found = self.slot.representatives(units, count, places)

@@ -49,7 +49,8 @@ def test_a_deep_model_compiles_as_many_programs_as_a_shallow_one(compiled, metho
     counts = []
     for layers in (4, 9):
         compiled.clear()
-        kvjax.generate(toy_model(layers=layers), PROMPTS, method, max_new_tokens=4, loop="layers")
+        # A head size that no other test has: programs that one of them compiled would be used again.
+        kvjax.generate(toy_model(layers=layers, head_dim=40), PROMPTS, method, max_new_tokens=4, loop="layers")
         counts.append(len(compiled))
     assert counts == [2, 2]  # a prompt's layer, and a step's
 
