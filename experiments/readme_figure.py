@@ -40,6 +40,7 @@ class Point(NamedTuple):
     host: float
     needles: tuple[float, float | None]  # percent right, and its standard error over contexts
     questions: tuple[float, float | None]
+    lost: tuple[float, float | None]  # questions beside the exact cache's, in points, paired by context
     text: tuple[float, float | None]  # bits per byte above the exact cache's, paired
 
 
@@ -53,7 +54,8 @@ def points(document: Mapping[str, Any]) -> list[Point]:
     def point(method: str) -> Point:
         device, host = (100 * fraction for fraction in document["bfloat16"][method])
         right = (mean_error(100 * scores(method, task)) for task in (NEEDLES, QUESTIONS))
-        return Point(method, device, host, *right, mean_error(scores(method, TEXT) - scores(FULL, TEXT)))
+        lost = mean_error(100 * (scores(method, QUESTIONS) - scores(FULL, QUESTIONS)))
+        return Point(method, device, host, *right, lost, mean_error(scores(method, TEXT) - scores(FULL, TEXT)))
 
     found = [point(method) for method in document["scores"]]
     return sorted(found, key=lambda p: -p.device)
@@ -62,8 +64,8 @@ def points(document: Mapping[str, Any]) -> list[Point]:
 def table(found: Sequence[Point]) -> str:
     """For docs/results.md, in Markdown."""
     lines = [
-        "| method | device | host | needles | later questions | text, bits per byte |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| method | device | host | needles | later questions | beside `full` | text, bits per byte |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
 
     def cell(value: tuple[float, float | None], form: str) -> str:
@@ -71,7 +73,7 @@ def table(found: Sequence[Point]) -> str:
         return format(mean, form) + ("" if error is None else f" ±{format(error, form).lstrip('+')}")
 
     for p in found:
-        cells = (cell(p.needles, ".0f"), cell(p.questions, ".0f"), cell(p.text, "+.3f"))
+        cells = (cell(p.needles, ".0f"), cell(p.questions, ".0f"), cell(p.lost, "+.0f"), cell(p.text, "+.3f"))
         lines.append(f"| `{p.method}` | {p.device:.1f}% | {p.host:.1f}% | {' | '.join(cells)} |")
     return "\n".join(lines)
 

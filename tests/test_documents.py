@@ -7,7 +7,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.methods.catalogue import RECIPES, load_all
+from kvjax.methods.catalogue import RECIPES, is_ours, load_all
 from kvjax.testing import toy_model
 from tests.documents import FENCE, ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
 
@@ -32,6 +32,11 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypat
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_readme_counts_the_methods():
+    ours = [recipe for recipe in load_all().values() if is_ours(recipe.make)]
+    assert f"{len(ours)} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_page_with_code_is_run():

@@ -104,9 +104,8 @@ class MethodLayer(StateOperations):
         """See `MeasuredLayer`."""
         if not self.method.shares.by_head:
             return self  # the number of its slots says it
-        return dataclasses.replace(
-            self, method=dataclasses.replace(self.method, apart=dataclasses.replace(self.method.apart, most=slots))
-        )
+        pages = dataclasses.replace(self.method.apart, slots_per_head=slots)
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, apart=pages))
 
     def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
         """f32[B K T]: see `ProbedLayer`."""

@@ -113,4 +113,5 @@ def adakv(
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
+    # The ranking says what each head keeps; the rule in `Pages` serves plans, which are made before any is known.
     return Method(apart=Pages(AdaKV(alpha), page), shares=ModelRanking(alpha, normalise))

@@ -195,7 +195,7 @@ def encoded(
 ) -> tuple[Any, ...]:
     """The states of all layers; a layer's exact keys and values are freed when no other layer has to see them."""
     keep: list[Array | None] = [None] * len(plan)
-    sized = plan
+    sized = plan  # the layers with the room that they turn out to need; the cache's plan stays as it is
     if any(layer.needs.all_layers for layer in plan):
         more = {"lengths": lengths, "setting": setting}
         seen = zip(prompts, sites(plan, model.config), strict=True)

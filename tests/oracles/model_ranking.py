@@ -9,8 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 
-def kept(scores, quotas: list[int], safe: int = 0) -> list[list[list[int]]]:
-    """Scores [L][K][U], the units that heads of each layer keep in the mean -> the units that stay, [L][K][..]."""
+def kept(scores, quotas: list[int], safe: float = 0.0) -> list[list[list[int]]]:
+    """Scores [L][K][U], the units that heads of each layer keep in the mean -> the units that stay, [L][K][..].
+
+    safe: the part of its layer's number that each head keeps in any case, rounded down.
+    """
     everything = [
         (layer, head, unit)
         for layer, heads in enumerate(scores)
@@ -20,7 +23,10 @@ def kept(scores, quotas: list[int], safe: int = 0) -> list[list[list[int]]]:
     first = set()
     for layer, heads in enumerate(scores):
         for head, units in enumerate(heads):
-            first |= {(layer, head, unit) for unit in np.argsort(-np.asarray(units), kind="stable")[:safe].tolist()}
+            first |= {
+                (layer, head, unit)
+                for unit in np.argsort(-np.asarray(units), kind="stable")[: int(safe * quotas[layer])].tolist()
+            }
     everything.sort(key=lambda at: (at not in first, -scores[at[0]][at[1]][at[2]], at))
     total = sum(quota * len(heads) for quota, heads in zip(quotas, scores, strict=True))
     best = set(everything[:total])

@@ -50,7 +50,7 @@ class Pages(Apart):
 
     share: HeadShares
     page: int = 16
-    most: int | None = None  # slots that each head has in the mean, where that was counted over all layers
+    slots_per_head: int | None = None  # in the mean, where they were counted after all layers had seen the prompt
     by_head = True
 
     def __post_init__(self):
@@ -78,9 +78,13 @@ class Pages(Apart):
         pages = -(-(K * (most + self.page - 1) // self.page) // K)
         if layer.method.shares is None:
             return pages
-        # Before all layers have seen the prompt, a layer is planned as if it kept its own budget. What its whole pages
-        # and the rounding of its slots add is added to each, so that all layers together are never below what is held.
-        return -(-self.most // self.page) if self.most is not None else pages + 1 + -(-SHARED_ROUNDING // self.page)
+        if self.slots_per_head is not None:
+            return -(-self.slots_per_head // self.page)
+        # A plan is made before any layer has seen the prompt, as if each kept a budget of its own. Each then gets one
+        # page more, as whole pages may add to any of them, and those that the rounding of its slots may add, so that
+        # the plan of all layers together is never below what they hold.
+        rounding = -(-SHARED_ROUNDING // self.page)
+        return pages + 1 + rounding
 
     def slots_for(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
@@ -138,7 +142,10 @@ class Pages(Apart):
         return bytes_beyond(store, R, [count * self.page / K for count in used])
 
     def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
-        """Bytes beyond what heads need that keep so many tokens in the mean, all their last pages all but empty."""
+        """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
+
+        A head needs the most pages for its tokens when the last one holds a single token.
+        """
         B, _, R = store.pos.shape
         return bytes_beyond(store, R, [min(kept + self.page - 1, R)] * B)
 

@@ -49,11 +49,11 @@ class ModelRanking(LayerShares):
             )
 
     def measure(self, layer: Any, block: Block, seen: Obs | None) -> Candidates:
-        scores, quota, always = layer.method.select.candidates(block, seen, layer.spec)
-        if self.normalise:
-            whole = over_heads.sum(jnp.where(jnp.isfinite(scores), scores, 0.0).sum(-1, keepdims=True))
-            scores = scores / jnp.maximum(whole, 1e-30)
-        return Candidates(scores, quota, always)
+        found = layer.method.select.candidates(block, seen, layer.spec)
+        if not self.normalise:
+            return found
+        of_heads = jnp.where(jnp.isfinite(found.scores), found.scores, 0.0).sum(-1, keepdims=True)
+        return found._replace(scores=found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30))
 
     def tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
         L, B, K, U = measures.scores.shape

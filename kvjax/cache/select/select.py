@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.budgets import Budget, Tokens, Uniform, kept_by_length
+from kvjax.cache.select.ranking import Candidates
 from kvjax.cache.select.represent import Represent, Units, part_of
 from kvjax.cache.select.rescore import Rescore, Then
 from kvjax.cache.select.scorers import Scorer, Scores
@@ -90,20 +91,15 @@ class Select:
         table = jnp.asarray(self._table(block.pos.shape[2], spec))
         return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], slots)
 
-    def candidates(self, block: Block, seen: Obs | None, spec: LayerSpec) -> tuple[Array, Array, Array]:
-        """What a ranking over the model is made of, from one layer.
-
-        Returns:
-          The scores of each head's units f32[B K U], -inf for what is no whole unit; the units i32[B] that each head
-          would keep by itself; the tokens i32[B] of each head that stay in any case.
-        """
+    def candidates(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Candidates:
+        """One layer's part in a ranking over the model."""
         slots = self.most_of(block.pos.shape[2], spec)
         part = split(block.pos, self.counts(block, None, slots, spec), slots, self.sinks, self.recent, self.unit.size)
         scores = self._scored(block, seen, spec)
         self._check_scores(scores, block)
         by_units = unit_scores(scores.kv, self.sinks, self.unit)
         by_units = jnp.where(evictable(part, by_units.shape[2])[:, None], by_units, -jnp.inf)
-        return by_units, part.quota, part.front + part.back
+        return Candidates(by_units, part.quota, part.front + part.back)
 
     def choose(
         self,
