@@ -1,0 +1,217 @@
+"""Tables and the figure of which tokens to keep and how to divide them, from what experiments/divisions.py measured.
+
+python -m experiments.divisions_figure    prints the tables of docs/results.md, writes docs/where_tokens_stay.png
+
+A cell is the percent of counted questions that are answered right, with its standard error over contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvjax.eval.page.summary import mean_error
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"
+PICTURE = ROOT / "docs" / "where_tokens_stay.png"
+DIVISIONS = ("equal", "within a layer", "over the model")
+SHARES = ("1/2", "1/4", "1/8", "1/16")
+COLORS = dict(zip(DIVISIONS, ("C3", "C1", "C2"), strict=True))
+
+
+class Results:
+    """What a document of experiments/divisions.py holds."""
+
+    def __init__(self, document: Mapping[str, Any]):
+        self.document = document
+        self.settings = document["settings"]
+
+    def scores(self, method: str, protocol: str) -> np.ndarray | None:
+        """Percent right of each context, all seeds one after the other; None where it was not measured."""
+        by_seed = self.document["measured"].get(method, {}).get(protocol)
+        if by_seed is None:
+            return None
+        return np.concatenate([100 * np.mean(by_seed[seed]["right"], -1) for seed in sorted(by_seed)])
+
+    def method(self, scorer: str, division: str, share: str) -> str | None:
+        """The method of a cell."""
+        wanted = ("scorers", scorer, division, share)
+        found = (s["method"] for s in self.settings if (s["group"], s["scorer"], s["division"], s["share"]) == wanted)
+        return next(found, None)
+
+    def scorers(self) -> list[str]:
+        """Names of the scorers, in the order of the settings."""
+        return list(dict.fromkeys(s["scorer"] for s in self.settings if s["group"] == "scorers"))
+
+    def errors(self, method: str) -> float | None:
+        """The mean relative error of attention over layers and seeds."""
+        by_seed = self.document["measured"].get(method, {}).get("turns", {})
+        found = [np.mean(s["errors"]) for s in by_seed.values() if "errors" in s]
+        return float(np.mean(found)) if found else None
+
+    def kept(self, method: str) -> np.ndarray:
+        """Tokens that each head keeps in the mean, f64[L K], over seeds."""
+        return np.mean([s["kept"] for s in self.document["measured"][method]["turns"].values()], 0)
+
+
+def cell(values: np.ndarray | None) -> str:
+    """A mean and its standard error."""
+    if values is None:
+        return "-"
+    mean, error = mean_error(values.tolist())
+    return f"{mean:.0f}" if error is None else f"{mean:.0f} ±{error:.0f}"
+
+
+def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
+    """A row for each scorer and division, in Markdown."""
+    exact = cell(results.scores("full", protocol))
+    lines = [
+        f"| scores (exact cache: {exact}) | division | {' | '.join(f'{s} of the bytes' for s in shares)} |",
+        "|---|---|" + "---:|" * len(shares),
+    ]
+    for scorer in results.scorers():
+        for division in DIVISIONS:
+            methods = [results.method(scorer, division, share) for share in shares]
+            cells = [cell(None if m is None else results.scores(m, protocol)) for m in methods]
+            if set(cells) != {"-"}:
+                lines.append(f"| {scorer} | {division} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def more_table(results: Results) -> str:
+    """The settings that are not of the grid: bytes, and both protocols."""
+    lines = [
+        "| method | device | host | later questions | asked after compression |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for setting in results.settings:
+        if setting["group"] == "scorers":
+            continue
+        method = setting["method"]
+        device, host = results.document["bytes"][method]
+        cells = (cell(results.scores(method, protocol)) for protocol in ("turns", "alone"))
+        lines.append(f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def paired(results: Results, protocol: str) -> str:
+    """Points gained by dividing over the model and within a layer, beside equal heads, paired by context."""
+    lines = ["| scores | share | within a layer | over the model |", "|---|---|---:|---:|"]
+    for scorer in results.scorers():
+        for share in SHARES:
+            found = [results.method(scorer, division, share) for division in DIVISIONS]
+            scores = [None if m is None else results.scores(m, protocol) for m in found]
+            if scores[0] is None:
+                continue
+            gains = ["-" if s is None or len(s) != len(scores[0]) else _signed(s - scores[0]) for s in scores[1:]]
+            lines.append(f"| {scorer} | {share} | {' | '.join(gains)} |")
+    return "\n".join(lines)
+
+
+def _signed(values: np.ndarray) -> str:
+    mean, error = mean_error(values.tolist())
+    return f"{mean:+.0f}" if error is None else f"{mean:+.0f} ±{error:.0f}"
+
+
+def correlations(results: Results) -> dict[str, float]:
+    """How far the error of attention orders the settings as the answers do: Spearman's rank correlation, per share."""
+    found = {}
+    for share in (*SHARES, "all"):
+        pairs = [
+            (results.errors(s["method"]), results.scores(s["method"], "turns"))
+            for s in results.settings
+            if s["group"] == "scorers" and share in (s["share"], "all")
+        ]
+        known = [(error, right.mean()) for error, right in pairs if error is not None and right is not None]
+        if len(known) > 2:
+            found[share] = _rank_correlation(*map(np.array, zip(*known, strict=True)))
+    return found
+
+
+def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 0, equal values sharing their mean rank."""
+    order = np.argsort(x, kind="stable")
+    ranks = np.empty(len(x))
+    ranks[order] = np.arange(len(x))
+    return np.array([ranks[x == value].mean() for value in x])
+
+
+def draw(results: Results, path: Path, share: str, scorers: Sequence[str]) -> None:
+    """Where the tokens stay, and how well the error of attention predicts the answers."""
+    figure = Figure(figsize=(10.0, 3.9), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
+    for ax, scorer in zip((left, middle), scorers, strict=True):
+        kept = results.kept(results.method(scorer, "over the model", share) or "")
+        image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=results.document["length"])
+        ax.set_title(f"{scorer}, {share} of the bytes,\nranked over the model", fontsize=9)
+        ax.set_xlabel("key/value head")
+        ax.set_xticks(range(kept.shape[1]))
+    left.set_ylabel("layer")
+    middle.set_yticks([])
+    bar = figure.colorbar(image, ax=(left, middle), shrink=0.8)
+    bar.set_label(f"tokens kept of {results.document['length']:,}", fontsize=8)
+    _against_errors(right, results, share)
+    figure.savefig(path, dpi=150)
+
+
+def _against_errors(ax: Axes, results: Results, share: str) -> None:
+    for division in DIVISIONS:
+        for scorer in results.scorers():
+            method = results.method(scorer, division, share)
+            if method is None or (error := results.errors(method)) is None:
+                continue
+            scores = results.scores(method, "turns")
+            assert scores is not None
+            mean, bar = mean_error(scores.tolist())
+            ax.errorbar(100 * error, mean, bar, color=COLORS[division], marker="o", capsize=2, lw=1)
+            ax.annotate(scorer.partition(" (")[0], (100 * error, mean), (4, 3), fontsize=7, textcoords="offset points")
+    for division in DIVISIONS:
+        ax.plot([], [], "o", color=COLORS[division], label=division)
+    exact = results.scores("full", "turns")
+    if exact is not None:
+        ax.axhline(exact.mean(), color="0.6", linewidth=0.8, zorder=0)
+        ax.annotate("the exact cache", (0.99, exact.mean()), (0, 3), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", ha="right", fontsize=7, color="0.4")  # fmt: skip
+    ax.set_xlabel("relative error of attention to the later questions' queries, %")
+    ax.set_ylabel("later questions answered right, %")
+    ax.set(ylim=(-4, 104), yticks=range(0, 101, 20))
+    ax.set_title(f"{share} of the bytes; bars are standard errors over contexts", fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8, frameon=False, title="division of the budget", title_fontsize=8)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the tables and draws the figure."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS / "divisions.smollm2.json")
+    p.add_argument("--picture", type=Path, default=PICTURE)
+    p.add_argument("--share", default="1/4", help="of the bytes, in the figure")
+    p.add_argument("--scorers", default="repeated prompt (KVzip);turned queries", help="two of them, in the figure")
+    p.add_argument("--no-picture", action="store_true")
+    args = p.parse_args(argv)
+    results = Results(json.loads(args.results.read_text()))
+    shares = [s for s in SHARES if any(x["share"] == s and x["group"] == "scorers" for x in results.settings)]
+    for protocol in ("turns", "alone"):
+        print(f"\n{protocol}\n\n{table(results, protocol, shares)}")
+    print(f"\nPaired gains, turns\n\n{paired(results, 'turns')}")
+    print(f"\n{more_table(results)}")
+    print("\nRank correlation of the error of attention with the answers:", correlations(results))
+    if not args.no_picture:
+        draw(results, args.picture, args.share, args.scorers.split(";"))
+
+
+if __name__ == "__main__":
+    main()
