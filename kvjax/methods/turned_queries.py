@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import LayerSpec
+from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
 from kvjax.cache.read.reader import cut
 from kvjax.cache.select.budgets import TokenBudget
@@ -19,7 +20,7 @@ from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.trial import Trial, paged, selected
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 
@@ -74,22 +75,40 @@ class TurnedQueries(Scorer):
 
 @recipe(
     "kvjax's own",
-    Trial("turned_queries:budget=5,sinks=1,ahead=4", "turned_queries:budget=100", selected(5)),
+    Trial(
+        "turned_queries:budget=5,sinks=1,ahead=4,page=4", "turned_queries:budget=100,page=4", paged(5, page=4, beside=5)
+    ),
+    Trial(
+        "turned_queries:budget=5,sinks=1,ahead=4,level=head",
+        "turned_queries:budget=100,level=head",
+        selected(5),
+        name="level=head",
+    ),
     formula="score_s = max over queries t of the prompt, and over query heads, of "
-    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p",
+    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p; the L K budget pairs "
+    "of the highest scores stay, of all heads of all layers",
     differs="There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the "
     "prompt's own queries, so that the model runs once.",
-    example="turned_queries:budget=512 + adakv:alpha=0,scope=model",
+    example="turned_queries:budget=512",
     family="eviction after the prompt",
 )
 def turned_queries(
-    budget: TokenBudget = 1024, ahead: int = 32, sinks: int = 4, recent: int = 0, reduce: str = "max"
+    budget: TokenBudget = 1024,
+    ahead: int = 32,
+    sinks: int = 4,
+    recent: int = 0,
+    reduce: str = "max",
+    level: str = "model",
+    page: int = 16,
 ) -> Method:
-    """After the prompt each head keeps the tokens that the prompt's own queries would attend to from behind it.
+    """After the prompt the model keeps the tokens that the prompt's own queries would attend to from behind it.
 
-    budget: prompt tokens kept per layer and key/value head, those that always stay included. ahead: tokens between the
-    prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that always stay.
-    reduce: "max" or "mean" over the queries. Costs one more attention pass over the prompt, and no run of the model.
-    With `+ adakv:alpha=0,scope=model` one budget is divided among all heads of all layers, for which it is made.
+    budget: prompt tokens kept per layer and key/value head in the mean, those that always stay included. ahead: tokens
+    between the prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that
+    always stay. reduce: "max" or "mean" over the queries. level: who shares the budget by one ranking of scores:
+    "model", all heads of all layers, for which it is made; "layer", all heads of a layer; or "head", where every head
+    keeps equally many tokens. page: slots of the pages in which heads of unequal length are held, if level is not
+    "head". Costs one more attention pass over the prompt, and no run of the model; with level=model bytes are planned
+    as an upper bound, and scores are computed twice.
     """
-    return Method(select=selecting(TurnedQueries(ahead, reduce), budget, sinks, recent))
+    return Method(select=selecting(TurnedQueries(ahead, reduce), budget, sinks, recent), **level_slots(level, page))

@@ -106,7 +106,9 @@ def test_representatives_leave_no_head_without_tokens_of_its_own():
     assert sum(lengths) == 12 * len(lengths) and min(lengths) >= 2 + 5
 
 
-@pytest.mark.parametrize("method", ["keydiff:budget=12,recent=2", "kvzip:budget=25%", "snapkv:budget=12,window=4"])
+@pytest.mark.parametrize(
+    "method", ["keydiff:budget=12,recent=2", "kvzip:budget=25%,level=head", "snapkv:budget=12,window=4"]
+)
 @pytest.mark.parametrize("length", [60, 130, 333])
 def test_a_plan_is_never_below_what_is_held_and_allocated(method, length):
     model, prompt = toy_model(kv_heads=2), np.random.default_rng(length).integers(0, 60, length).tolist()
@@ -133,6 +135,54 @@ def test_a_saved_context_goes_on(tmp_path):
     context = kvjax.read(model, PROMPTS, text, room=8)
     resumed = kvjax.resume(model, context.save(tmp_path / "context"), text)
     assert resumed.generate(max_new_tokens=5).tokens == context.generate(max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize("method", ["kvzip", "turned_queries"])
+def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
+    equal = kvjax.parse(f"{method}:budget=12,level=head")
+    assert equal.apart is None and equal.shares is None
+    over_the_model = f"{method}:budget=12,level=head + adakv:alpha=0,scope=model"
+    assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(f"{method}:budget=12,level=model")
+    assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(over_the_model)
+    ours, adakv = (
+        kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
+        for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
+    )
+    for mine, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in mine] == [[x.tolist() for x in heads] for heads in theirs]
+    assert ours.bytes == adakv.bytes
+
+
+@pytest.mark.parametrize("more", ["kvcrush", "criticalkv", "int8", "int4", "merging"])
+def test_the_model_level_composes_with_what_works_on_single_tokens(more):
+    model, text = toy_model(kv_heads=2), f"kvzip:budget=12,page=4 + {more}"
+    context = kvjax.read(model, PROMPTS[:1], text, room=8)
+    lengths = [[len(head) for head in heads[0]] for heads in context.kept_positions()]
+    assert sum(map(sum, lengths)) == 12 * 2 * len(lengths) and len(set(map(tuple, lengths))) > 1
+    assert np.isfinite(context.last).all() and len(context.generate(max_new_tokens=3).tokens[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("kvzip + adakv:alpha=0.1", "slot `apart`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it"),
+        ("adakv + kvzip:budget=8", "slot `apart`; use 'adakv \\+ kvzip:budget=8,level=head'"),
+        (
+            "kvzip:budget=8 + int4 + adakv:scope=model",
+            "slot `shares`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
+        ),
+        ("kvzip:level=layer + adakv:alpha=0,scope=model", "slot `apart`; use 'kvzip:level=head \\+ adakv"),
+        ("kvzip + think", "slot `apart`; use 'kvzip:level=head \\+ think'"),
+        ("kvzip + headkv", "both fill the slot `select`.*leave one of them out"),
+        ("kvzip + h2o", "slot `decode`, H2O: .*level=head"),
+        ("turned_queries + recompress", "slot `decode`, Recompress: .*level=head"),
+        ("kvzip:level=layer + kcache:device_layers=0", "slot `read`, TopV: .*level=head"),
+        ("kvzip + specache", "slot `read`, Speculative: .*level=head"),
+    ],
+)
+def test_what_needs_equal_heads_names_the_level(method, says):
+    with pytest.raises(IncompatibleMethod, match=says):
+        layer.bound(method)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
 
 def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours():
     model, prompts = toy_model(kv_heads=2), [list(range(60)), [5, 9, 5], list(range(30, 70))]
-    text = "turned_queries:budget=12,sinks=1 + adakv:alpha=0,scope=model,page=4"
+    text = "turned_queries:budget=12,sinks=1,page=4"
     together = kvjax.read(model, prompts, text, room=8)
     assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
     for row, prompt in enumerate(prompts):
@@ -78,7 +78,12 @@ def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"), [({"ahead": -1}, "ahead must be 0 or more"), ({"reduce": "sum"}, "'max' or")]
+    ("fields", "says"),
+    [
+        ({"ahead": -1}, "ahead must be 0 or more"),
+        ({"reduce": "sum"}, "'max' or"),
+        ({"level": "heads"}, "level must be 'model', 'layer' or 'head', got 'heads'"),
+    ],
 )
 def test_wrong_values_say_so(fields, says):
     with pytest.raises(KvjaxError, match=says):

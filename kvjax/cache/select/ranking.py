@@ -1,4 +1,4 @@
-"""A budget over the whole model: one ranking of the tokens of all heads of all layers."""
+"""One budget for several heads: a ranking of the tokens of all heads of a layer, or of all heads of all layers."""
 
 from __future__ import annotations
 
@@ -83,6 +83,38 @@ class ModelRanking(LayerShares):
                 "ranked over the model; divide the budget within each layer (scope=layer), or take a scorer of "
                 "attention weights, as in 'kvzip:budget=512 + adakv:scope=model'"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class BestOfLayer(HeadShares):
+    """The best units of all heads of a layer stay, and no head keeps any in any case (KVzip with layerwise budgets)."""
+
+    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        return count_best(scores, allowed, quota)
+
+
+@dataclasses.dataclass(frozen=True)
+class BestOfModel(BestOfLayer):
+    """What `ModelRanking` says each head keeps; it stands in `Pages` beside it.
+
+    A plan, which is made before any layer has seen the prompt, counts as if each layer kept a budget of its own.
+    """
+
+
+def count_best(scores: Array, allowed: Array, quota: Array) -> Array:
+    """i32[B K]: how many of the K * quota best units of all heads are each head's.
+
+    Of equal scores the earlier unit comes first, then the lower head.
+
+    Args:
+      scores: f32[B K U].
+      allowed: bool[B U], the units that take part.
+      quota: i32[B], units per head in the mean.
+    """
+    B, K, U = scores.shape
+    by_unit = scores.swapaxes(1, 2).reshape(B, U * K)  # heads side by side: of equal units the earlier one comes first
+    best = top(by_unit, jnp.repeat(allowed, K, -1), K * quota)
+    return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
 class Counted(HeadShares):
