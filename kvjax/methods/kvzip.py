@@ -117,8 +117,8 @@ def _inverse_norms(seen: Obs) -> Array:
     formula="score_s = max over queries t that repeat s's piece, and over query heads, of softmax(q_t k_s); plus: "
     "times |v_s W_o| / |x_t|; the L K T c pairs of the highest scores stay, of all heads of all layers",
     differs="The first tokens always stay, in every head; the template's end of turn is not put behind the "
-    "instruction. level=layer is `layerwise=True` of kvpress; level=head, equally many tokens for every head, is of "
-    "neither.",
+    "instruction. level=layer is `layerwise=True` of kvpress; level=head is the authors' `--level pair-uniform`, and "
+    "their `--level head`, which drops whole heads, is not here. `docs/results.md` has what each division keeps.",
     example="kvzip:budget=512,level=head",  # what the page's numbers were measured with
     family="eviction after the prompt",
 )
