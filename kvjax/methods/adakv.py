@@ -94,8 +94,9 @@ def adakv(
     all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
     first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held. scope:
     "layer", or "model" for one ranking over all heads of all layers, by which KVzip divides its budget: alpha is then
-    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by their sum. Bytes are
-    then planned as an upper bound, and scores are computed twice.
+    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by the sum of their
+    absolute values, as scores need that are on a scale of each layer's own, such as those of `keynorm`. Bytes are then
+    planned as an upper bound, and scores are computed twice.
     """
     if scope not in ("layer", "model"):
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,44 @@ def test_normalised_scores_of_a_layer_sum_to_one():
     whole = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
     np.testing.assert_array_equal(np.isfinite(scaled), inside)
     np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(whole, 1e-30), 1e-6)
+
+
+@pytest.mark.parametrize(("method", "negative"), [("keynorm", True), ("keydiff", True), ("random", False)])
+def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative):
+    bound = layer.bound(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
+    block = layer.prompt(layer.data())[1]
+    plain = np.asarray(bound.method.select.candidates(block, None, bound.spec).scores)
+    scaled = np.asarray(bound.measure(block, None).scores)
+    assert (plain[np.isfinite(plain)] < 0).any() == negative
+    np.testing.assert_array_equal(np.argsort(scaled, -1, kind="stable"), np.argsort(plain, -1, kind="stable"))
+    np.testing.assert_allclose(np.where(np.isfinite(scaled), np.abs(scaled), 0).sum((1, 2)), 1, 1e-5)
+
+
+def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
+    """Keys are read off the exact cache. Without the division they would be refused."""
+    model, prompt = toy_model(kv_heads=2), PROMPTS[0]
+    held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
+    exact = kvjax.read(model, [prompt], "full").cache.layers
+    norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
+    want = oracle.kept([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
+    for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+        assert [head.tolist() for head in layer_kept[0]] == layer_want
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "kvzip:budget=4",
+        "turned_queries:budget=6,sinks=2,recent=4",
+        f"snapkv:budget=8,window=6,unit=chunk4 + {OVER_THE_MODEL}",
+        f"pyramidkv:budget=9,window=8,unit=page4 + {OVER_THE_MODEL}",
+    ],
+)
+def test_a_budget_that_leaves_nothing_to_rank_names_the_least_that_does(method):
+    with pytest.raises(KvjaxError, match="nothing is left to rank over the model; raise the budget to at least") as e:
+        layer.bound(method)
+    least = re.search(r"at least (\d+) tokens", str(e.value))[1]
+    layer.bound(re.sub(r"budget=\d+", f"budget={least}", method))
 
 
 @pytest.mark.parametrize("levels", [3, 10**6])
@@ -189,7 +229,7 @@ def test_what_needs_equal_heads_names_the_level(method, says):
     ("method", "says"),
     [
         ("adakv:scope=model", "has none to stand on; compose it with one"),
-        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*scope=layer"),
+        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*normalise=true.*scope=layer"),
         ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
         ("snapkv:budget=8,window=2 + kivi + adakv:scope=model", "mix those of several heads"),
         (
