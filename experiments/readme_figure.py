@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvjax.eval.page.summary import mean_error
-from kvjax.methods.strings import parts_given
+from kvjax.methods.strings import parts_given, parts_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results" / "readme.smollm2.json"
@@ -82,14 +82,13 @@ def label(method: str) -> str:
     """A method's name with the parameter that says how much it holds, as a point of the picture is called."""
     sizes = ("budget", "bits", "k_bits")
     named = []
-    for part in parts_given(method):
-        if "scope" in part.values:
-            named.append(f"ranked over the {part.values['scope']}")
-            continue
+    for part, whole in zip(parts_given(method), parts_of(method), strict=True):
         size = next((part.values[name] for name in sizes if name in part.values), None)
         unit = "tokens" if "budget" in part.values else "bit" if size == 1 else "bits"
-        named.append(part.name if size is None else f"{part.name}, {size} {unit}")
-    return " + ".join(named).replace(" + ranked", ", ranked")
+        level = whole.values.get("level", "head")
+        ranked = "" if level == "head" else f", ranked over the {level}"
+        named.append((part.name if size is None else f"{part.name}, {size} {unit}") + ranked)
+    return " + ".join(named)
 
 
 class Kind(NamedTuple):

@@ -26,7 +26,7 @@ COMPARED = {
     "DecodingPress": "decoding_keydiff",
     "DuoAttentionPress": "duo",
     "ExpectedAttentionPress": "expected",
-    "KVzipPress": "kvzip",
+    "KVzipPress": "kvzip_model",
     "KeyDiffPress": "keydiff",
     "KnormPress": "knorm",
     "LagKVPress": "lagkv",

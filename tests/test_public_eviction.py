@@ -63,14 +63,10 @@ METHODS = {
     ),
     "kvpress_merging": ("gqa", kvjax.compose(methods.keynorm(FIELD), methods.merging())),
     "kvpress_duo": ("gqa", methods.duo_attention(0.5, 4, FIELD - 4, str(ROOT / "eviction" / "heads.safetensors"))),
-    # repeated without words of its own, for there is no tokenizer; no share of a head is safe
-    "kvpress_kvzip": ("gqa", kvjax.compose(methods.kvzip(FIELD), methods.adakv(alpha=0, rule="kvpress"))),
-    # one ranking over all heads of all layers, kvpress' default
-    "kvpress_kvzip_model": ("gqa", kvjax.compose(methods.kvzip(FIELD), methods.adakv(alpha=0, scope="model"))),
-    "kvpress_kvzip_plus": (
-        "gqa",
-        kvjax.compose(methods.kvzip(FIELD, plus=True), methods.adakv(alpha=0, rule="kvpress")),
-    ),
+    # repeated without words of its own, for there is no tokenizer
+    "kvpress_kvzip": ("gqa", methods.kvzip(FIELD, level="layer")),
+    "kvpress_kvzip_model": ("gqa", methods.kvzip(FIELD)),  # kvpress' default
+    "kvpress_kvzip_plus": ("gqa", methods.kvzip(FIELD, plus=True, level="layer")),
     **{f"kvpress_think{kept}": ("gqa", methods.think(1 - kept / 100, recent=0)) for kept in (75, 50, 25)},
     **DECODING,
 }

@@ -213,7 +213,7 @@ class StateOperations:
             if cannot:
                 raise IncompatibleMethod(
                     f"slot `{name}` cannot work behind a prefix that rows share: {reason}; read the documents whole, "
-                    "or under a method without it"
+                    "or under a method without it (level=head, where it has a `level`)"
                 )
 
     def _check_append_only(self, what: str) -> None:

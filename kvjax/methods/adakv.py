@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
-from kvjax.cache.select.ranking import ModelRanking
+from kvjax.cache.select.ranking import BestOfModel, ModelRanking, count_best
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.shares import HeadShares
 from kvjax.cache.select.units import top
@@ -44,9 +44,9 @@ class AdaKV(HeadShares):
         if self.normalise:
             scores = scores * _held_by_best(scores, allowed, quota)
         if self.rule == "adakv":
-            return self._mixed(_won(scores, allowed, quota), quota)
+            return self._mixed(count_best(scores, allowed, quota), quota)
         safe = jnp.clip(part_of(self.alpha, quota + beside) - beside, 0, quota)
-        return _won(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+        return count_best(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
     def _mixed(self, won: Array, quota: Array) -> Array:
         """(1 - alpha) * won i32[B K] + alpha * quota i32[B] in whole units, by largest remainder."""
@@ -55,14 +55,6 @@ class AdaKV(HeadShares):
         left = won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
         one_more = top((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
         return parts // of + one_more.astype(jnp.int32)
-
-
-def _won(scores: Array, allowed: Array, quota: Array) -> Array:
-    """i32[B K]: how many of the K * quota best units of all heads are each head's."""
-    B, K, U = scores.shape
-    by_unit = scores.swapaxes(1, 2).reshape(B, U * K)  # heads side by side: of equal units the earlier one comes first
-    best = top(by_unit, jnp.repeat(allowed, K, -1), K * quota)
-    return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
 def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
@@ -102,16 +94,17 @@ def adakv(
     all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
     first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held. scope:
     "layer", or "model" for one ranking over all heads of all layers, by which KVzip divides its budget: alpha is then
-    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by their sum. Bytes are
-    then planned as an upper bound, and scores are computed twice.
+    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by the sum of their
+    absolute values, as scores need that are on a scale of each layer's own, such as those of `keynorm`. Bytes are then
+    planned as an upper bound, and scores are computed twice.
     """
     if scope not in ("layer", "model"):
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
+    share = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(apart=Pages(AdaKV(alpha, rule, normalise), page))
+        return Method(apart=Pages(share, page))
     if rule != "adakv":
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
-    # The ranking says what each head keeps; the rule in `Pages` serves plans, which are made before any is known.
-    return Method(apart=Pages(AdaKV(alpha), page), shares=ModelRanking(alpha, normalise))
+    return Method(apart=Pages(BestOfModel(), page), shares=ModelRanking(alpha, normalise))

@@ -65,8 +65,11 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + criticalkv"
     Trial(_SNAPKV.format(6), _SNAPKV.format(100), selected(6)),
     formula="floor(n / 2) of a head's n tokens by the base score s; of the others those with the greatest "
     "(s + 1e-4) * mean over its query heads of |v W_o|_1",
-    differs="Sinks and windows stay in any case, and count among the first half, where kvpress may lose a part of the "
-    "window in the second; over AdaKV each head's own count is halved, where kvpress keeps AdaKV's safe share beside.",
+    differs="It divides no budget: alone every head keeps equally many, as under `CriticalKVPress`; the paper's other "
+    "variant and `CriticalAdaKVPress` are '.. + adakv:rule=kvpress + criticalkv'. `docs/results.md` has what each "
+    "division keeps. Sinks and windows stay in any case, and count among the first half, where kvpress may lose a "
+    "part of the window in the second; over AdaKV each head's own count is halved, where kvpress keeps AdaKV's safe "
+    "share beside.",
     example="snapkv:budget=512 + criticalkv",
     family="component over a selection",
 )

@@ -56,8 +56,11 @@ class Cur(Scorer):
     "CURPress of kvpress, after CurDKV, Sengupta et al. 2025, arXiv 2509.15038",
     Trial("cur:budget=5,window=4,sinks=1", "cur:budget=100,window=4,sinks=1", selected(5)),
     formula="score_s = |k_s|^2 / (sum of |k|^2 in its window) * |v_s|^2 / (sum of |v|^2 in its window)",
-    differs="The random projection of keys and values before their norms are taken, an option of kvpress that is off "
-    'there, is left out. Its "mean" without windows adds norms that are not shares; ours always adds shares.',
+    differs="AdaCurDKV, the paper's variant that ranks the tokens of all heads of a layer, is 'cur + adakv' "
+    "(unverified: its safe share); alone every head keeps equally many, as in CurDKV and `CURPress`. "
+    "`docs/results.md` has what each division keeps. The random projection of keys and values before their norms are "
+    'taken, an option of kvpress that is off there, is left out. Its "mean" without windows adds norms that are not '
+    "shares; ours always adds shares.",
     example="cur:budget=512",
     family="eviction after the prompt",
 )
@@ -71,6 +74,7 @@ def cur(
 ) -> Method:
     """After the prompt each head keeps the tokens of the largest keys and values among neighbours; it sees no queries.
 
+    The paper's AdaCurDKV divides a layer's budget among its heads: 'cur + adakv'; alone all heads keep equally many.
     window: neighbours that a norm is compared with; a window as long as the prompt compares with all. leverage:
     "product", "mean", "key" or "value". sinks: first tokens that always stay. As in kvpress. budget, unit, per as in
     `snapkv`.

@@ -85,19 +85,20 @@ def _counted(x: Sizes) -> Bytes:
     ),
     formula="u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or "
     "(e x + sum of e^u_e x_e) / (e + sum of e^u_e) (paper)",
-    differs="The default follows the public code, whose mean shrinks what it merges; the paper's weights are "
-    "rule=paper. Merging happens once, when the prompt ends, so the moving average of thresholds has no use; budgets "
-    "are equal in all layers and no layer is spared.",
+    differs="D2O's budgets by layer are left out: the paper gives layers of dense attention more, and spares layers "
+    "0, 1 and the last; here all layers keep equally many. The default follows the public code, whose mean shrinks "
+    "what it merges; the paper's weights are rule=paper. Merging happens once, when the prompt ends, so the moving "
+    "average of thresholds has no use.",
     example="accumulated:budget=256,recent=64,sinks=4 + d2o",
     family="component over a selection",
 )
 def d2o(rule: str = "authors", count: bool = False) -> Method:
     """Over a selection: lost tokens that resemble a kept one are merged into it, keys and values both.
 
-    Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. rule:
-    "authors", the public code's mean, or "paper", its exponential weights; see `D2O`. count: a slot also weighs as many
-    times as it stands for tokens (neither does; with it, equal tokens merge exactly). The threshold is the mean
-    similarity in the prompt; its moving average over decode steps does not apply, as nothing is merged while decoding.
-    D2O's budgets by layer are not part of this.
+    D2O's budgets by layer are not part of this: all layers keep equally many tokens. Use it as in
+    'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. rule: "authors",
+    the public code's mean, or "paper", its exponential weights; see `D2O`. count: a slot also weighs as many times as
+    it stands for tokens (neither does; with it, equal tokens merge exactly). The threshold is the mean similarity in
+    the prompt; its moving average over decode steps does not apply, as nothing is merged while decoding.
     """
     return Method(merge=D2O(rule, count))

@@ -100,8 +100,9 @@ def _norms(keys: Array) -> Array:
     Trial("ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selected(6)),
     formula="score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_centre) >= threshold: "
     "v <- sum of s v / sum of s, k likewise in direction and in norm",
-    differs="The paper has no public code. Unverified: that the two scores are added as shares, the width of the band, "
-    "the threshold, the window, and that norms are averaged. Merging happens once, when the prompt ends.",
+    differs="The paper has no public code. Unverified: that all heads have the same budget and band, that the two "
+    "scores are added as shares, the width of the band, the threshold, the window, and that norms are averaged. "
+    "Merging happens once, when the prompt ends.",
     example="ems:budget=512",
     family="merging",
 )

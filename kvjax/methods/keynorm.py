@@ -31,6 +31,8 @@ class KeyNorm(Scorer):
     "Devoto et al. 2024, arXiv 2406.11430",
     Trial("keynorm:budget=5,per=layer", "keynorm:budget=100,per=layer", selected(5, per_head=False)),
     formula="score_s = -|k_s|",
+    differs="The authors' example (alessiodevoto/l2compress) compresses no tokens of layers 0 and 1; here, as under "
+    "`KnormPress`, all layers keep equally many.",
     example="keynorm:budget=512,sinks=4,recent=64",
     family="eviction after the prompt",
 )

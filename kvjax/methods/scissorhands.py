@@ -138,14 +138,16 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
     ),
     formula="count_s = how often softmax(q_t k_s) < 1 / (tokens held) in the last `history` steps; over budget, "
     "the highest counts leave, m at a time",
-    differs="The history is one count per slot from the compression before; with m + 1 >= history, the paper's "
-    "setting, that is the same.",
+    differs="All layers have the same budget, where the paper gives later layers more (unverified: how much). The "
+    "history is one count per slot from the compression before; with m + 1 >= history, the paper's setting, that is "
+    "the same.",
     example="scissorhands:budget=512",
     family="eviction at every step",
 )
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
     """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
 
-    history: so many last steps count. recent: tokens that always stay. drop: share of the budget that goes at a time.
+    The paper's larger budgets of later layers are not part of this. history: so many last steps count. recent: tokens
+    that always stay. drop: share of the budget that goes at a time.
     """
     return Method(decode=Scissorhands(budget, history, recent, drop))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from kvjax.cache import compose as slots
 from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
-from kvjax.core.types import KvjaxError
+from kvjax.core.types import KvjaxError, SlotTaken
 from kvjax.methods.catalogue import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
@@ -36,7 +36,37 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
 
     Raises IncompatibleMethod when two fill the same slot differently. A codec and a placement combine, in any order.
     """
-    return cast(Method, functools.reduce(slots.compose, map(method_of, (first, *others))))
+    return cast(Method, functools.reduce(_compose_two, map(method_of, (first, *others))))
+
+
+def _compose_two(a: KVMethod, b: KVMethod) -> Method:
+    try:
+        return slots.compose(a, b)
+    except SlotTaken as taken:
+        if not (remedy := _with_equal_heads(a, b)):
+            raise
+        raise SlotTaken(
+            taken.slot,
+            f"{name_of(a)} and {name_of(b)} both fill the slot `{taken.slot}`; use {remedy!r}, which leaves it to one",
+        ) from None
+
+
+def _with_equal_heads(a: KVMethod, b: KVMethod) -> str:
+    """The string of both in which those with a parameter `level` leave heads equal; nothing where it is no method."""
+    try:
+        given = [part for method in (a, b) for part in parts_given(name_of(method))]
+        equal = [
+            part._replace(values=part.values | {"level": "head"})
+            if "level" in load_all()[part.name].parameters
+            else part
+            for part in given
+        ]
+        text = joined(equal)
+        if equal != given and parse(text):
+            return text
+    except KvjaxError:  # one of them is no recipe, or there is another clash
+        pass
+    return ""
 
 
 def parts_of(method: str | KVMethod) -> tuple[Part, ...]:

@@ -80,9 +80,10 @@ def standardised(x: Array, counted: Array) -> Array:
     Trial("triattention:budget=5,recent=2,furthest=8", "triattention:budget=100,recent=2", selected(5)),
     formula="score_s = mean over d of sum_f |m_f| |k_f| cos((t - s + d) w_f + arg(m_f conj k_f)) + (a_f - |m_f|) |k_f| "
     "with m and a the mean and the mean modulus of a head's bare queries",
-    differs="Statistics come from a row's own queries, those of the prompt and under `recompress` the last `every`, "
-    "where the authors calibrate them once per model and keep them in a file; the prompt counts towards the budget, "
-    "where their code protects it by default.",
+    differs="Each layer and head makes a choice of its own, the authors' `per_layer_per_head`, where their default is "
+    "one of all layers; all keep equally many in both. Statistics come from a row's own queries, those of the prompt "
+    "and under `recompress` the last `every`, where the authors calibrate them once per model and keep them in a "
+    "file; the prompt counts towards the budget, where their code protects it by default.",
     example="triattention:budget=512",
     family="eviction after the prompt",
 )

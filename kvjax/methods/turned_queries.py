@@ -9,17 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import LayerSpec
+from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
 from kvjax.cache.read.reader import cut
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import still_seen
+from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads
 from kvjax.cache.select.select import selecting
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.trial import Trial, paged, selected
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 
@@ -36,20 +38,28 @@ class TurnedQueries(Scorer):
     Attributes:
       ahead: how far behind the prompt's end queries stand, in tokens.
       reduce: "max" or "mean" over the queries.
+      stride: every so many-th query asks, counted from the last one.
+      last: the fraction of the prompt whose queries ask, its last ones; at least one query does.
     """
 
     queries: ClassVar[int | None] = None
     ahead: int = 32
     reduce: str = "max"
+    stride: int = 1
+    last: float = 1.0
 
     def __post_init__(self):
         if self.ahead < 0:
             raise KvjaxError(f"ahead must be 0 or more tokens behind the prompt, got {self.ahead}; use 32")
         if self.reduce not in ("max", "mean"):
             raise KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
+        if self.stride < 1:
+            raise KvjaxError(f"stride must be at least 1, got {self.stride}; 1 lets every query ask, 4 every fourth")
+        if not 0 < self.last <= 1:
+            raise KvjaxError(f"last is a fraction of the prompt in (0, 1], got {self.last}; 0.5 is its second half")
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        block, seen = block.clean(), self.asked(seen)
+        block, seen = block.clean(), self._sample(self.asked(seen))
         length = (block.pos >= 0).sum(-1, dtype=jnp.int32).max(1)  # i32[B]
         asking = seen.pos >= 0
         behind = jnp.where(asking, (length + self.ahead)[:, None], -1)
@@ -71,25 +81,61 @@ class TurnedQueries(Scorer):
             heads = heads / jnp.maximum(asking.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
         return by_heads(heads, heads.max(2), block)
 
+    def _sample(self, seen: Obs) -> Obs:
+        """The queries that ask: fewer of them, so that fewer are turned."""
+        if self.stride == 1 and self.last == 1:
+            return seen
+        width, newest = seen.pos.shape[1], seen.pos.max(1, keepdims=True)
+        most = max(int(part_of(self.last, width)), 1)
+        back = jnp.arange(0, most, self.stride, dtype=jnp.int32)[None]
+        asks = back < jnp.maximum(part_of(self.last, newest + 1), 1)
+        # A query lies at its position, and in the ring of a cache that is compressed again at that modulo its width.
+        at = (newest - back) % width
+        pos = jnp.where(asks, jnp.take_along_axis(seen.pos, at, 1), -1)
+        return seen._replace(q=jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3), pos=pos)
+
 
 @recipe(
     "kvjax's own",
-    Trial("turned_queries:budget=5,sinks=1,ahead=4", "turned_queries:budget=100", selected(5)),
+    Trial(
+        "turned_queries:budget=5,sinks=1,ahead=4,page=4", "turned_queries:budget=100,page=4", paged(5, page=4, beside=5)
+    ),
+    Trial(
+        "turned_queries:budget=5,sinks=1,ahead=4,level=head",
+        "turned_queries:budget=100,level=head",
+        selected(5),
+        name="level=head",
+    ),
     formula="score_s = max over queries t of the prompt, and over query heads, of "
-    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p",
+    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p; the L K budget pairs "
+    "of the highest scores stay, of all heads of all layers",
     differs="There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the "
     "prompt's own queries, so that the model runs once.",
-    example="turned_queries:budget=512 + adakv:alpha=0,scope=model",
+    example="turned_queries:budget=512",
     family="eviction after the prompt",
 )
 def turned_queries(
-    budget: TokenBudget = 1024, ahead: int = 32, sinks: int = 4, recent: int = 0, reduce: str = "max"
+    budget: TokenBudget = 1024,
+    ahead: int = 32,
+    sinks: int = 4,
+    recent: int = 0,
+    reduce: str = "max",
+    stride: int = 1,
+    last: float = 1.0,
+    level: str = "model",
+    page: int = 16,
 ) -> Method:
-    """After the prompt each head keeps the tokens that the prompt's own queries would attend to from behind it.
+    """After the prompt the model keeps the tokens that the prompt's own queries would attend to from behind it.
 
-    budget: prompt tokens kept per layer and key/value head, those that always stay included. ahead: tokens between the
-    prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that always stay.
-    reduce: "max" or "mean" over the queries. Costs one more attention pass over the prompt, and no run of the model.
-    With `+ adakv:alpha=0,scope=model` one budget is divided among all heads of all layers, for which it is made.
+    budget: prompt tokens kept per layer and key/value head in the mean, those that always stay included. ahead: tokens
+    between the prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that
+    always stay. reduce: "max" or "mean" over the queries. stride, last: every so many-th query of this last fraction of
+    the prompt asks, which costs as much less (1 and 1.0: all of them). level: who shares the budget by one ranking of
+    scores: "model", all heads of all layers, for which it is made; "layer", all heads of a layer; or "head", where
+    every head keeps equally many tokens. page: slots of the pages in which heads of unequal length are held, if level
+    is not "head". Costs one more attention pass over the prompt, and no run of the model; with level=model bytes are
+    planned as an upper bound, and scores are computed twice.
     """
-    return Method(select=selecting(TurnedQueries(ahead, reduce), budget, sinks, recent))
+    return Method(
+        select=selecting(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent), **level_slots(level, page)
+    )

@@ -18,6 +18,7 @@ from kvjax.run import probe
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kvzip as oracle
+from tests.oracles import model_ranking
 
 PROMPTS = [list(range(1, 14)), [7, 3], [5, 3, 1, 60, 61, 62, 63]]
 CHUNK, LEAD, SINKS = 4, 2, 1
@@ -75,7 +76,7 @@ def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("plus", [False, True])
 def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
-    method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus)
+    method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level="head")
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     for b, row in enumerate(PROMPTS):
         for i, scores in enumerate(asked(model, row, plus)):
@@ -103,11 +104,22 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
     assert probe.repetitions(dataclasses.replace(model, tokenizer=None), PROMPTS, 4, how)[2] == [1, 60, 61, 62, 63]
 
 
-def test_with_adakv_heads_keep_unequally_many(model):
-    cache = kvjax.prefill(model, PROMPTS, "kvzip:budget=4,chunk=4,lead=2,sinks=1 + adakv:alpha=0,page=1")[1]
-    sizes = [[len(head) for head in rows[0]] for rows in kvjax.kept_positions(cache)]
-    assert all(sum(heads) == 4 * model.config.kv_heads for heads in sizes)
-    assert any(len(set(heads)) > 1 for heads in sizes)
+@pytest.mark.parametrize("level", ["layer", "model"])
+@pytest.mark.parametrize("plus", [False, True])
+def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
+    method, budget = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level, page=1), 6
+    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    unequal = 0
+    for b, row in enumerate(PROMPTS):
+        scores = [layer[:, SINKS:].tolist() for layer in asked(model, row, plus)]
+        quota = min(budget, len(row)) - SINKS
+        groups = [scores] if level == "model" else [[layer] for layer in scores]
+        want = [heads for group in groups for heads in model_ranking.kept(group, [quota] * len(group))]
+        for i, heads in enumerate(want):
+            for head, units in enumerate(heads):
+                assert kept[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
+                unequal += len(units) != quota
+    assert unequal
 
 
 def test_sizes_that_cannot_be_are_errors(model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,44 @@ def test_normalised_scores_of_a_layer_sum_to_one():
     whole = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
     np.testing.assert_array_equal(np.isfinite(scaled), inside)
     np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(whole, 1e-30), 1e-6)
+
+
+@pytest.mark.parametrize(("method", "negative"), [("keynorm", True), ("keydiff", True), ("random", False)])
+def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative):
+    bound = layer.bound(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
+    block = layer.prompt(layer.data())[1]
+    plain = np.asarray(bound.method.select.candidates(block, None, bound.spec).scores)
+    scaled = np.asarray(bound.measure(block, None).scores)
+    assert (plain[np.isfinite(plain)] < 0).any() == negative
+    np.testing.assert_array_equal(np.argsort(scaled, -1, kind="stable"), np.argsort(plain, -1, kind="stable"))
+    np.testing.assert_allclose(np.where(np.isfinite(scaled), np.abs(scaled), 0).sum((1, 2)), 1, 1e-5)
+
+
+def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
+    """Keys are read off the exact cache. Without the division they would be refused."""
+    model, prompt = toy_model(kv_heads=2), PROMPTS[0]
+    held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
+    exact = kvjax.read(model, [prompt], "full").cache.layers
+    norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
+    want = oracle.kept([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
+    for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+        assert [head.tolist() for head in layer_kept[0]] == layer_want
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "kvzip:budget=4",
+        "turned_queries:budget=6,sinks=2,recent=4",
+        f"snapkv:budget=8,window=6,unit=chunk4 + {OVER_THE_MODEL}",
+        f"pyramidkv:budget=9,window=8,unit=page4 + {OVER_THE_MODEL}",
+    ],
+)
+def test_a_budget_that_leaves_nothing_to_rank_names_the_least_that_does(method):
+    with pytest.raises(KvjaxError, match="nothing is left to rank over the model; raise the budget to at least") as e:
+        layer.bound(method)
+    least = re.search(r"at least (\d+) tokens", str(e.value))[1]
+    layer.bound(re.sub(r"budget=\d+", f"budget={least}", method))
 
 
 @pytest.mark.parametrize("levels", [3, 10**6])
@@ -106,7 +146,9 @@ def test_representatives_leave_no_head_without_tokens_of_its_own():
     assert sum(lengths) == 12 * len(lengths) and min(lengths) >= 2 + 5
 
 
-@pytest.mark.parametrize("method", ["keydiff:budget=12,recent=2", "kvzip:budget=25%", "snapkv:budget=12,window=4"])
+@pytest.mark.parametrize(
+    "method", ["keydiff:budget=12,recent=2", "kvzip:budget=25%,level=head", "snapkv:budget=12,window=4"]
+)
 @pytest.mark.parametrize("length", [60, 130, 333])
 def test_a_plan_is_never_below_what_is_held_and_allocated(method, length):
     model, prompt = toy_model(kv_heads=2), np.random.default_rng(length).integers(0, 60, length).tolist()
@@ -135,11 +177,59 @@ def test_a_saved_context_goes_on(tmp_path):
     assert resumed.generate(max_new_tokens=5).tokens == context.generate(max_new_tokens=5).tokens
 
 
+@pytest.mark.parametrize("method", ["kvzip", "turned_queries"])
+def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
+    equal = kvjax.parse(f"{method}:budget=12,level=head")
+    assert equal.apart is None and equal.shares is None
+    over_the_model = f"{method}:budget=12,level=head + adakv:alpha=0,scope=model"
+    assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(f"{method}:budget=12,level=model")
+    assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(over_the_model)
+    ours, adakv = (
+        kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
+        for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
+    )
+    for mine, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in mine] == [[x.tolist() for x in heads] for heads in theirs]
+    assert ours.bytes == adakv.bytes
+
+
+@pytest.mark.parametrize("more", ["kvcrush", "criticalkv", "int8", "int4", "merging"])
+def test_the_model_level_composes_with_what_works_on_single_tokens(more):
+    model, text = toy_model(kv_heads=2), f"kvzip:budget=12,page=4 + {more}"
+    context = kvjax.read(model, PROMPTS[:1], text, room=8)
+    lengths = [[len(head) for head in heads[0]] for heads in context.kept_positions()]
+    assert sum(map(sum, lengths)) == 12 * 2 * len(lengths) and len(set(map(tuple, lengths))) > 1
+    assert np.isfinite(context.last).all() and len(context.generate(max_new_tokens=3).tokens[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("kvzip + adakv:alpha=0.1", "slot `apart`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it"),
+        ("adakv + kvzip:budget=8", "slot `apart`; use 'adakv \\+ kvzip:budget=8,level=head'"),
+        (
+            "kvzip:budget=8 + int4 + adakv:scope=model",
+            "slot `shares`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
+        ),
+        ("kvzip:level=layer + adakv:alpha=0,scope=model", "slot `apart`; use 'kvzip:level=head \\+ adakv"),
+        ("kvzip + think", "slot `apart`; use 'kvzip:level=head \\+ think'"),
+        ("kvzip + headkv", "both fill the slot `select`.*leave one of them out"),
+        ("kvzip + h2o", "slot `decode`, H2O: .*level=head"),
+        ("turned_queries + recompress", "slot `decode`, Recompress: .*level=head"),
+        ("kvzip:level=layer + kcache:device_layers=0", "slot `read`, TopV: .*level=head"),
+        ("kvzip + specache", "slot `read`, Speculative: .*level=head"),
+    ],
+)
+def test_what_needs_equal_heads_names_the_level(method, says):
+    with pytest.raises(IncompatibleMethod, match=says):
+        layer.bound(method)
+
+
 @pytest.mark.parametrize(
     ("method", "says"),
     [
         ("adakv:scope=model", "has none to stand on; compose it with one"),
-        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*scope=layer"),
+        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*normalise=true.*scope=layer"),
         ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
         ("snapkv:budget=8,window=2 + kivi + adakv:scope=model", "mix those of several heads"),
         (

@@ -24,16 +24,18 @@ def found(scorer: TurnedQueries, block: Block, seen: Obs, spec: LayerSpec) -> np
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize("ahead", [0, 32])
-def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, reduce):
+@pytest.mark.parametrize(
+    ("ahead", "stride", "last"), [(0, 1, 1.0), (32, 1, 1.0), (32, 3, 1.0), (4, 1, 0.5), (4, 2, 0.7)]
+)
+def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, last, reduce):
     d = layer.data(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
-        got = found(TurnedQueries(ahead, reduce), block, Obs(q, block.pos[:, 0]), layer.spec())
+        got = found(TurnedQueries(ahead, reduce, stride, last), block, Obs(q, block.pos[:, 0]), layer.spec())
         for row, n in enumerate(d.lengths):
             for head in range(layer.K):
                 q_row, k_row = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
-                want = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce)
+                want = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
                 np.testing.assert_allclose(got[row, head, :n], want, rtol=2e-4)
             assert (got[row, :, n:] == -np.inf).all()
 
@@ -61,24 +63,46 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
     q, k = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((1, 1, 2, T, 8), (1, 1, T, 8)))
     pos = np.arange(T, dtype=np.int32)[None]
     spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=2, head_dim=8, window=None, rope=Rope(8))
-    for reduce in ("max", "mean"):
-        got = found(TurnedQueries(7, reduce), Block(k, k, pos[:, None]), Obs(q, pos), spec)
-        want = oracle.scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, reduce)
+    for how in (("max",), ("mean",), ("max", 4), ("mean", 1, 0.5), ("max", 3, 0.7)):
+        got = found(TurnedQueries(7, *how), Block(k, k, pos[:, None]), Obs(q, pos), spec)
+        want = oracle.scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how)
         np.testing.assert_allclose(got[0, 0], want, rtol=1e-3, atol=1e-7)
 
 
-def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours():
+def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
+    """A cache that is compressed again holds its latest queries at their positions modulo their number."""
+    rng, held, W = np.random.default_rng(1), 20, 8
+    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, held, 8)))
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=2, head_dim=8, window=None, rope=Rope(8))
+    block, pos = Block(k, k, np.arange(held, dtype=np.int32)[None, None]), np.arange(held - W, held, dtype=np.int32)
+    scorer = TurnedQueries(4, "mean", stride=3)
+    ring = np.argsort(pos % W)
+    got = found(scorer, block, Obs(q[:, :, :, ring], pos[None, ring]), spec)
+    few = found(TurnedQueries(4, "mean"), block, Obs(q[:, :, :, 1::3], pos[None, 1::3]), spec)
+    np.testing.assert_allclose(got, few, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sample", ["", ",stride=4,last=0.5"])
+def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours(sample):
     model, prompts = toy_model(kv_heads=2), [list(range(60)), [5, 9, 5], list(range(30, 70))]
-    text = "turned_queries:budget=12,sinks=1 + adakv:alpha=0,scope=model,page=4"
+    text = f"turned_queries:budget=12,sinks=1,page=4{sample}"
     together = kvjax.read(model, prompts, text, room=8)
     assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
     for row, prompt in enumerate(prompts):
-        alone = kvjax.read(model, [prompt], text, room=8)
+        alone = kvjax.read(model, [prompt], text, room=8, chunk=8)
         assert together.generate(max_new_tokens=4).tokens[row] == alone.generate(max_new_tokens=4).tokens[0]
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"), [({"ahead": -1}, "ahead must be 0 or more"), ({"reduce": "sum"}, "'max' or")]
+    ("fields", "says"),
+    [
+        ({"ahead": -1}, "ahead must be 0 or more"),
+        ({"reduce": "sum"}, "'max' or"),
+        ({"stride": 0}, "stride must be at least 1, got 0"),
+        ({"last": 0.0}, "last is a fraction of the prompt in"),
+        ({"last": 1.5}, "last is a fraction of the prompt in"),
+        ({"level": "heads"}, "level must be 'model', 'layer' or 'head', got 'heads'"),
+    ],
 )
 def test_wrong_values_say_so(fields, says):
     with pytest.raises(KvjaxError, match=says):

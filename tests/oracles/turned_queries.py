@@ -12,13 +12,22 @@ def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np
     return np.concatenate([turned.real, turned.imag], 1)
 
 
-def scores(q: np.ndarray, k: np.ndarray, frequencies: np.ndarray, ahead: int, reduce: str = "max") -> np.ndarray:
+def scores(
+    q: np.ndarray,
+    k: np.ndarray,
+    frequencies: np.ndarray,
+    ahead: int,
+    reduce: str = "max",
+    stride: int = 1,
+    last: float = 1.0,
+) -> np.ndarray:
     """Queries q [G T H] and keys k [T H] as a model holds them, rotated to 0..T-1 -> [T]."""
     T = k.shape[0]
+    asking = [t for t in range(T - 1, -1, -stride) if t >= T - max(int(T * last), 1)]
     found = []
     for head in q:
-        bare = rotated(head, -np.arange(T), frequencies)
-        there = rotated(bare, np.full(T, T + ahead), frequencies)
+        bare = rotated(head, -np.arange(T), frequencies)[asking]
+        there = rotated(bare, np.full(len(asking), T + ahead), frequencies)
         logits = there @ k.T / np.sqrt(k.shape[1])
         p = np.exp(logits - logits.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)

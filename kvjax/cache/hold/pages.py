@@ -186,7 +186,8 @@ class Pages(Apart):
             if cannot:
                 raise IncompatibleMethod(
                     f"slot `apart` gives heads unequal lengths and cannot work with slot `{name}`, "
-                    f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
+                    f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out, or let every head keep "
+                    "equally many tokens (level=head, where it has a `level`)"
                 )
         self.share.at(layer.spec)
 

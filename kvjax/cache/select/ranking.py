@@ -1,4 +1,4 @@
-"""A budget over the whole model: one ranking of the tokens of all heads of all layers."""
+"""One budget for several heads: a ranking of the tokens of all heads of a layer, or of all heads of all layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvjax.cache.contract import LayerSpec
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.shares import HeadShares, LayerShares
 from kvjax.cache.select.units import top
+from kvjax.core.attention import NEG
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
@@ -34,8 +35,9 @@ class ModelRanking(LayerShares):
 
     Attributes:
       safe: the fraction of the mean budget that every head keeps in any case, its own best units: AdaKV's safeguard.
-      normalise: whether each layer's scores are divided by their sum first, so that layers whose scores are large
-        altogether do not take the budget of the others. Scores must not be negative then.
+      normalise: whether each layer's scores are divided first by the sum of their absolute values, so that layers whose
+        scores are large altogether do not take the budget of the others. Scores that are on a scale of each layer's
+        own, as norms of keys are, can be ranked over the model no other way.
     """
 
     safe: float = 0.0
@@ -52,8 +54,11 @@ class ModelRanking(LayerShares):
         found = layer.method.select.candidates(block, seen, layer.spec)
         if not self.normalise:
             return found
-        of_heads = jnp.where(jnp.isfinite(found.scores), found.scores, 0.0).sum(-1, keepdims=True)
-        return found._replace(scores=found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30))
+        # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
+        scored = found.scores > NEG
+        of_heads = jnp.where(scored, jnp.abs(found.scores), 0.0).sum(-1, keepdims=True)
+        scaled = found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30)
+        return found._replace(scores=jnp.where(scored, scaled, found.scores))
 
     def tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
         L, B, K, U = measures.scores.shape
@@ -74,15 +79,60 @@ class ModelRanking(LayerShares):
         if method.apart is None or not method.apart.by_head:
             raise IncompatibleMethod(
                 "a ranking over the model (slot `shares`) gives heads unequal lengths and needs a store for them in "
-                "slot `apart`; write it as a component over a selection, as in 'kvzip:budget=512 + adakv:scope=model'"
+                "slot `apart`; write it as a component over a selection, as in 'snapkv:budget=512 + adakv:scope=model'"
             )
         scorer = method.select.scorer
-        if not scorer.comparable:
+        if not (scorer.comparable or self.normalise):
             raise IncompatibleMethod(
                 f"scores of {type(scorer).__name__} (slot `select`) are on a scale of each layer's own and cannot be "
-                "ranked over the model; divide the budget within each layer (scope=layer), or take a scorer of "
-                "attention weights, as in 'kvzip:budget=512 + adakv:scope=model'"
+                "ranked over the model as they are; give normalise=true, which divides each layer's scores by their "
+                "sum, or divide the budget within each layer (scope=layer), or take a scorer of attention weights, as "
+                "in 'snapkv:budget=512 + adakv:scope=model'"
             )
+        self._check_budget(method.select, layer.spec)
+
+    def _check_budget(self, select: Any, spec: LayerSpec) -> None:
+        """Raises KvjaxError for a budget in tokens of which sinks and recents leave nothing to rank in any layer."""
+        always, size = select.sinks + select.recent, select.unit.size
+        most = [select.budget.most(index, spec.layers) for index in range(spec.layers)]
+        if all(tokens is not None and tokens < always + size for tokens in most):
+            raise KvjaxError(
+                f"{select.budget} keeps {max(most)} tokens of a head in the mean, and {always} sinks and recents stay "
+                f"in every head, so that nothing is left to rank over the model; raise the budget to at least "
+                f"{always + size} tokens or protect fewer"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BestOfLayer(HeadShares):
+    """The best units of all heads of a layer stay, and no head keeps any in any case (KVzip with layerwise budgets)."""
+
+    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        return count_best(scores, allowed, quota)
+
+
+@dataclasses.dataclass(frozen=True)
+class BestOfModel(BestOfLayer):
+    """What `ModelRanking` says each head keeps; it stands in `Pages` beside it.
+
+    A plan, which is made before any layer has seen the prompt, counts as if each layer kept a budget of its own.
+    """
+
+
+def count_best(scores: Array, allowed: Array, quota: Array) -> Array:
+    """i32[B K]: how many of the K * quota best units of all heads are each head's.
+
+    Of equal scores the earlier unit comes first, then the lower head.
+
+    Args:
+      scores: f32[B K U].
+      allowed: bool[B U], the units that take part.
+      quota: i32[B], units per head in the mean.
+    """
+    B, K, U = scores.shape
+    by_unit = scores.swapaxes(1, 2).reshape(B, U * K)  # heads side by side: of equal units the earlier one comes first
+    best = top(by_unit, jnp.repeat(allowed, K, -1), K * quota)
+    return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
 class Counted(HeadShares):
