@@ -17,6 +17,7 @@ from jax import lax
 
 from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerState
+from kvjax.cache.hold.codecs import ByPage
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.ranking import Counted
@@ -110,14 +111,14 @@ class Pages(Apart):
             index = at.reshape(*at.shape[:1], -1, *(1,) * (rows.ndim - 2))
             return jnp.take_along_axis(rows, index, 1).reshape(*at.shape, *rows.shape[2:])
 
-        pos = jnp.where(full, shelved(kept.pos), -1)
+        pos, layer = jnp.where(full, shelved(kept.pos), -1), self._in_pages(layer)
         k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
         return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Each page by the queries of its owner, then the pages of each head as one."""
         store: Shelves = state.apart
-        B, here = q.shape[:2]
+        layer, (B, here) = self._in_pages(layer), q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
         def paged(x: Array) -> Array:
@@ -141,11 +142,15 @@ class Pages(Apart):
 
         return by_query_blocks(attend, q, q_pos, 64)
 
+    def _in_pages(self, layer: Any) -> Any:
+        """The layer, with what its codecs hold pages with."""
+        k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
+        return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
+
     def empty_bytes(self, store: Shelves) -> dict[str, int]:
         """Those of pages without an owner; a page of which one slot is filled is held whole."""
-        B, K, R = store.pos.shape
-        used = (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()
-        return bytes_beyond(store, R, [count * self.page / K for count in used])
+        K = store.pos.shape[1]
+        return self._bytes_beyond(store, [count / K for count in (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()])
 
     def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
         """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
@@ -153,7 +158,15 @@ class Pages(Apart):
         A head needs the most pages for its tokens when the last one holds a single token.
         """
         B, _, R = store.pos.shape
-        return bytes_beyond(store, R, [min(kept + self.page - 1, R)] * B)
+        return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
+
+    def _bytes_beyond(self, store: Shelves, pages: list[float]) -> dict[str, int]:
+        """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
+        R = store.pos.shape[2]
+        total = bytes_beyond(store, R, [count * self.page for count in pages])
+        codes = [x for x in (store.k, store.v) if isinstance(x, ByPage) and self.page > 1]
+        of_pages = bytes_beyond(codes, R // self.page, pages)
+        return {kind: size + of_pages[kind] for kind, size in total.items()}
 
     def positions(self, store: Shelves) -> Array:
         """i32[B K S], S the slots of all shelves."""
@@ -164,6 +177,7 @@ class Pages(Apart):
 
     def shown(self, layer: Any, store: Shelves) -> Block:
         """All shelves in a row, for each head."""
+        layer = self._in_pages(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
         return Block(k, v, self.positions(store))
@@ -183,8 +197,8 @@ class Pages(Apart):
             ("shares", m.shares is not None and not m.shares.by_head, "it gives all heads of a layer equally many"),
             ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
-            ("k", not m.k.any_slot, mixed),
-            ("v", not m.v.any_slot, mixed),
+            ("k", m.k.in_pages(self.page) is None, mixed),
+            ("v", m.v.in_pages(self.page) is None, mixed),
             ("k", m.k.by_head, own),
             ("v", m.v.by_head, own),
         )
