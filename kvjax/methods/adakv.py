@@ -92,7 +92,8 @@ def adakv(
 
     Use it as in 'snapkv:budget=256 + adakv'. Window and sinks stay for every head. alpha: the share of each budget that
     all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
-    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held. scope:
+    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held, and
+    groups of tokens that a quantizer has must divide it, as in 'adakv:page=32 + kivi:group=32'. scope:
     "layer", or "model" for one ranking over all heads of all layers, by which KVzip divides its budget: alpha is then
     the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by the sum of their
     absolute values, as scores need that are on a scale of each layer's own, such as those of `keynorm`. Bytes are then

@@ -33,11 +33,26 @@ def _trial(bits: int, group: int, residual: int, name: str = "") -> Trial:
     return Trial(f"{text}{residual}", f"{text}24", count, name=name)
 
 
+def _bytes_in_pages(x: Sizes) -> Bytes:
+    """Of six tokens a head in the mean, pages of 4 with 4 bits and groups of 4; what is decoded behind them."""
+    pages = x.B * x.K * -(-(x.K * (6 + 3) // 4) // x.K)
+    numbers = pages * 4 * x.H
+    store = 2 * (numbers // 2 + 2 * (numbers // 4) * x.itemsize) + pages * (4 * 4 + 4)  # each slot's position, an owner
+    decoded = x._replace(S=x.left(0))
+    return Bytes(store + codes_bytes(decoded, 4, 4, 4) + x.positions(decoded.S) + x.per_row())
+
+
 @recipe(
     "KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4",
     _trial(4, 4, 4),
     _trial(2, 8, 8, "2 bits"),
     _trial(1, 4, 4, "1 bit"),
+    Trial(
+        "snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4",
+        "",
+        _bytes_in_pages,
+        name="in pages",
+    ),
     formula="code = round((x - min) / s), s = (max - min) / (2^bits - 1), x' = code s + min; a group is `group` "
     "tokens of a channel (keys) or `group` channels of a token (values)",
     differs="Every group is made of real tokens of its own row, never of padding; a residual is a multiple of a group.",
@@ -52,7 +67,9 @@ def kivi(
     bits: of a code (the paper: 2 or 4). group: elements that share a scale and a minimum (the paper: 32). residual:
     recent tokens in full precision (the paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or
     "original" (KIVI's rule). kernel: "auto", "xla" or "pallas", see `kvjax.parts.Full`. Attention in the prompt is
-    exact; a residual as long as prompt and answer makes all of it exact.
+    exact; a residual as long as prompt and answer makes all of it exact. Where heads keep unequal numbers of tokens, as
+    in 'snapkv:budget=256 + adakv:page=32 + kivi', the prompt lies in pages, `group` divides a page, and all of the
+    prompt's tokens are codes: the residual is that of decoded tokens alone.
     """
 
     def low(axis):

@@ -31,7 +31,13 @@ METHODS = (
     "kcache:n=8",
     "kvquant:bits=4,every=8",
 )
-PLANNED_AS_AN_UPPER_BOUND = ("snapkv:budget=16,window=4 + adakv:page=4", "cake:budget=24,window=8", "zipvl:every=8")
+PLANNED_AS_AN_UPPER_BOUND = (
+    "snapkv:budget=16,window=4 + adakv:page=4",
+    "snapkv:budget=16,window=4 + adakv:page=4 + kivi:bits=4,group=4,residual=8",
+    "snapkv:budget=15,window=4 + adakv:page=32,scope=model + kivi:bits=2,group=8,residual=8",
+    "cake:budget=24,window=8",
+    "zipvl:every=8",
+)
 
 
 def bytes_after(prompts, method: str, capacity: int, model=MODEL) -> CacheBytes:

@@ -46,6 +46,8 @@ ALL_HEADS = (
 
 
 OTHERS = (
+    ("snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4", (1, 4)),  # codes in pages
+    ("snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4", (2, 2)),
     ("kivi:bits=2,group=8,residual=8,kernel=pallas", (2, 2)),  # a kernel, which no compiler divides
     ("infllm:block=2,sinks=1,local=4,topk=1,representatives=1,chunk=4", (1, 4)),  # heads choose one block together
 )

@@ -15,6 +15,7 @@ from experiments.bench import (
     compile,
     decode,
     dtypes,
+    heads,
     host,
     memory,
     ours,
@@ -43,7 +44,7 @@ def other(toy) -> peer.Peer | None:
 
 @pytest.fixture
 def toy_shapes(monkeypatch, toy):
-    for module in (decode, prefill):
+    for module in (decode, heads, prefill):
         monkeypatch.setitem(module.SHAPES, "toy", toy.config)
 
 
@@ -163,6 +164,21 @@ def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
     results = json.loads(out.strip().splitlines()[-1])["results"]
     assert [(r["model"], r["context"], r["batch"]) for r in results] == [("toy", 8, 1), ("toy", 8, 2)]
     assert all(list(r["tokens_per_second"]) == ["full"] for r in results)
+
+
+def test_heads_of_unequal_length_are_measured_beside_equal_ones(toy_shapes, capsys):
+    heads.main("--models toy --tokens 200 --batches 1,2 --pages 4,8 --steps 1 --repeats 2".split())
+    cells = last_line(capsys)["results"]
+    assert [(c["model"], c["tokens"], c["batch"]) for c in cells] == [("toy", 200, 1), ("toy", 200, 2)]
+    for cell in cells:
+        equal, *others = cell["sides"].values()
+        assert equal["tokens_of_a_head"] == [50, 50.0, 50] and len(others) == 4
+        for side in others:
+            least, mean, most = side["tokens_of_a_head"]
+            page = int(side["method"].split("page=")[1].split(",")[0])
+            assert least < mean < most and mean == 50 - page
+            assert side["bytes"]["held"] <= 1.02 * equal["bytes"]["held"]
+        assert {len(line) for line in heads.rows("toy", 200, 1, cell["sides"])} == {len(heads.COLUMNS)}
 
 
 def test_all_programs_of_a_product_read_the_same_weights(capsys):

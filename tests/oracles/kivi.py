@@ -119,3 +119,19 @@ class Row:
         i = len(self.low_v)
         groups = self.v[i].reshape(-1, self.group)
         self.low_v[i] = np.concatenate([through(x, self.bits, self.one_bit) for x in groups])
+
+
+def in_pages(k: np.ndarray, v: np.ndarray, bits: int, group: int, one_bit: str = "improved") -> tuple[np.ndarray, ...]:
+    """The tokens that one head keeps, k, v [n H] in order -> what its pages give back of them.
+
+    A page holds whole groups, so `group` tokens that follow each other share a scale in each channel of the keys; the
+    last group of a head has as many as are left. Values share one in `group` channels of each token. None is exact.
+    """
+    keys, values = np.array(k), np.array(v)
+    for start in range(0, len(k), group):
+        for channel in range(k.shape[1]):
+            keys[start : start + group, channel] = through(k[start : start + group, channel], bits, one_bit)
+    for token in range(len(v)):
+        for start in range(0, v.shape[1], group):
+            values[token, start : start + group] = through(v[token, start : start + group], bits, one_bit)
+    return keys, values

@@ -127,7 +127,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
         ("cake:budget=64 + adakv", "slot `shares`.*all heads of a layer equally many"),
         (SNAPKV + " + h2o + adakv", "slot `decode`.*a policy takes tokens out"),
         (SNAPKV + " + kcache:device_layers=0 + adakv", "slot `read`.*chooses among the slots"),
-        (SNAPKV + " + kivi + adakv", "slot `k`.*mix those of several heads; leave one of them out"),
+        (SNAPKV + " + saq + adakv", "slot `k`.*mix those of several heads; leave one of them out"),
     ],
 )
 def test_what_cannot_work_with_unequal_heads_says_why(method, says):

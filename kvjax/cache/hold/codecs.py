@@ -81,6 +81,15 @@ class Codec:
         """
         return stored
 
+    def in_pages(self, page: int) -> Codec | None:
+        """The codec that holds pages of `page` slots, each with tokens of one head that never change; None if none can.
+
+        It is asked for `encode` and `decode` alone, of [B K S H] in whole pages, each filled from its front. What it
+        stores has an entry for each slot as axis 2; one for each page where it is a `ByPage`. Raises KvjaxError for
+        pages that it does not fit.
+        """
+        return self if self.any_slot else None
+
     def on_device(self) -> Codec:
         """The same codec without host placement."""
         return self
@@ -88,6 +97,10 @@ class Codec:
     def on_host(self) -> Codec:
         """The same codec, stored as suits the host, from where single rows are fetched."""
         return self
+
+
+class ByPage:
+    """Marks what is stored of pages in arrays with an entry for each page, not for each slot, as axis 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +203,10 @@ class Host(Around):
 
     def filled(self, stored: Any, num_tokens: int) -> Any:
         return self.inner.filled(stored, num_tokens)
+
+    def in_pages(self, page: int) -> Codec | None:
+        inner = self.inner.in_pages(page)
+        return None if inner is None else dataclasses.replace(self, inner=inner)
 
     def on_device(self) -> Codec:
         return self.inner.on_device()

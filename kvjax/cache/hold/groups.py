@@ -13,11 +13,11 @@ from jax import lax
 
 from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.hold.codecs import ByPage, Codec
 from kvjax.core import attention, memory
 from kvjax.core.kernels import products
 from kvjax.core.kernels.packed import Codes
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, IncompatibleMethod, KvjaxError, pytree
 
 
 @pytree
@@ -94,6 +94,15 @@ class Kivi(Codec):
     def on_host(self) -> Kivi:
         return dataclasses.replace(self, packed="channels")
 
+    def in_pages(self, page: int) -> PageGroups:
+        if self.axis == "channel" and page % self.group:
+            raise IncompatibleMethod(
+                f"slot `apart` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys (slot "
+                f"`k`) do not divide; use adakv:page={-(-page // self.group) * self.group}, or "
+                f"kivi:group={math.gcd(page, self.group)}"
+            )
+        return PageGroups(self, page)
+
     def settled(self, n: Array) -> Array:
         """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
         if self.axis == "channel":
@@ -110,7 +119,7 @@ class Kivi(Codec):
         self.check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         settled, slots = self.settled(n), x.shape[2]
-        recent = memory.take(x, self._held(settled, n)[:, None])
+        recent = memory.take(_resized(x, max(slots, 1), 2), self._held(settled, n)[:, None])
         x = _resized(x, self.room(slots), 2)
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
         codes, scale, lo = self.quantise(x)
@@ -170,7 +179,7 @@ class Kivi(Codec):
     def decode(self, stored: Packed) -> Array:
         """[B K S H] in the dtype that came in."""
         codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
-        held = self._join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
+        held = self.join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
         S = stored.slots
         held = _resized(held, S, 2)
         slot = jnp.arange(S, dtype=jnp.int32)[None]
@@ -247,9 +256,9 @@ class Kivi(Codec):
             of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1
         )
         scale, lo = (of(x, per_group).astype(jnp.float32) for x in (stored.scale, stored.lo))
-        return self._join(codes[None], scale[None], lo[None], lambda c, s, m: quant.number(c) * s + m)[0]
+        return self.join(codes[None], scale[None], lo[None], lambda c, s, m: quant.number(c) * s + m)[0]
 
-    def _join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
+    def join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
         """codes [B K S H] with the scale and lo of each group -> [B K S H]."""
         B, K, S, H = codes.shape
         if self.axis == "channel":
@@ -295,6 +304,51 @@ class Kivi(Codec):
                 f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
                 f"divide the head size {H}; keep them on the device, or use more bits"
             )
+
+
+@pytree
+class Coded(ByPage):
+    """Pages of tokens as codes, P pages of each shelf."""
+
+    codes: memory.Buffer  # uint32 words [B K P W], those of a page one behind the other
+    scale: memory.Buffer  # [B K P page*H/group], of the page's groups
+    lo: memory.Buffer  # as scale
+
+
+@dataclasses.dataclass(frozen=True)
+class PageGroups(Codec):
+    """Pages of tokens that never change, in the groups of `rule` and without a residual: all of them are codes.
+
+    A page belongs to one head and holds whole groups of tokens, so that no group mixes heads. The last group of a head
+    is made of the tokens that it has.
+    """
+
+    rule: Kivi
+    page: int
+
+    def encode(self, x: Array, pos: Array) -> Coded:
+        self.rule.on_device().check_head_dim(x.shape[3])
+        real = jnp.broadcast_to(pos >= 0, x.shape[:3])[..., None]
+        tokens = self.rule.group if self.rule.axis == "channel" else 1
+        # An empty slot repeats the first token of its group: that changes no minimum and no maximum.
+        x = jnp.where(real, x, jnp.zeros((), x.dtype))
+        codes, scale, lo = self.rule.quantise(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
+        by_page = (*x.shape[:2], x.shape[2] // self.page, -1)
+        codes, scale, lo = (a.reshape(by_page) for a in (jnp.where(real, codes, jnp.uint32(0)), scale, lo))
+        codes = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, -codes.shape[3] % self.rule.per)])
+        return Coded(memory.pack(quant.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
+
+    def decode(self, stored: Coded) -> Array:
+        """[B K P*page H] in the dtype that came in; empty slots are finite."""
+        scale, lo = memory.unpack(stored.scale), memory.unpack(stored.lo)
+        B, K, P, n = scale.shape
+        H = n * self.rule.group // self.page
+        codes = quant.unpack(stored.codes.data, self.rule.bits, 3)[..., : self.page * H]
+        groups = (B, K, P * self.page // self.rule.group, H)
+        if self.rule.axis == "token":
+            groups = (B, K, P * self.page, H // self.rule.group)
+        codes = codes.reshape(B, K, P * self.page, H)
+        return self.rule.join(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantise)
 
 
 def _resized(x: Array, n: int, axis: int) -> Array:

@@ -17,12 +17,13 @@ from jax import lax
 
 from kvjax.cache.apart import Apart
 from kvjax.cache.contract import LayerState
+from kvjax.cache.hold.codecs import ByPage
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.ranking import Counted
 from kvjax.cache.select.shares import SHARED_ROUNDING, HeadShares
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, attend_dense
+from kvjax.core.attention import NEG, mix, visible
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
@@ -110,36 +111,46 @@ class Pages(Apart):
             index = at.reshape(*at.shape[:1], -1, *(1,) * (rows.ndim - 2))
             return jnp.take_along_axis(rows, index, 1).reshape(*at.shape, *rows.shape[2:])
 
-        pos = jnp.where(full, shelved(kept.pos), -1)
+        pos, layer = jnp.where(full, shelved(kept.pos), -1), self._in_pages(layer)
         k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
         return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Each page by the queries of its owner, then the pages of each head as one."""
         store: Shelves = state.apart
-        B, here = q.shape[:2]
+        layer, (B, here) = self._in_pages(layer), q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
         def paged(x: Array) -> Array:
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
-        bias = None if store.bias is None else paged(store.bias)
-        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
-        block = Block(paged(keys), paged(values), paged(store.pos), bias)
+        keys, values = paged(layer.keys(store.k, store.pos)), paged(layer.v.decode(store.v))
+        pos = store.pos.reshape(B, 1, -1)
+        bias = None if store.bias is None else store.bias.reshape(B, 1, 1, 1, -1)
 
         def attend(q: Array, q_pos: Array) -> Partial:
-            asking = jnp.take_along_axis(over_heads.gather(q), jnp.maximum(owner, 0)[:, :, None, None, None], 1)
-            part = attend_dense(asking, block, q_pos, layer.spec.window)
-            merged = _by_owner(part, owner, layer.spec.kv_heads)
+            every = over_heads.gather(q)
+            asking = jnp.take_along_axis(every, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
+            asking = asking.reshape(B, owner.shape[1], -1, q.shape[4])
+            dims = (((3,), (3,)), ((0, 1), (0, 1)))
+            s = lax.dot_general(keys, asking, dims, preferred_element_type=jnp.float32) * q.shape[4] ** -0.5
+            # The slots of all pages side by side: in rows of one page, what follows takes longer than the products.
+            s = jnp.moveaxis(s.reshape(B, -1, *q.shape[2:4]), 1, 3)[:, None]  # [B 1 G T P*page]
+            s = jnp.where(visible(pos, q_pos, layer.spec.window), s if bias is None else s + bias, NEG)[:, 0]
+            merged = _by_owner(s, values, owner, every.shape[1])
             return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
 
         return by_query_blocks(attend, q, q_pos, 64)
 
+    def _in_pages(self, layer: Any) -> Any:
+        """The layer, with what its codecs hold pages with."""
+        k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
+        return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
+
     def empty_bytes(self, store: Shelves) -> dict[str, int]:
         """Those of pages without an owner; a page of which one slot is filled is held whole."""
-        B, K, R = store.pos.shape
-        used = (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()
-        return bytes_beyond(store, R, [count * self.page / K for count in used])
+        K = store.pos.shape[1]
+        return self._bytes_beyond(store, [count / K for count in (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()])
 
     def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
         """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
@@ -147,7 +158,15 @@ class Pages(Apart):
         A head needs the most pages for its tokens when the last one holds a single token.
         """
         B, _, R = store.pos.shape
-        return bytes_beyond(store, R, [min(kept + self.page - 1, R)] * B)
+        return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
+
+    def _bytes_beyond(self, store: Shelves, pages: list[float]) -> dict[str, int]:
+        """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
+        R = store.pos.shape[2]
+        total = bytes_beyond(store, R, [count * self.page for count in pages])
+        codes = [x for x in (store.k, store.v) if isinstance(x, ByPage) and self.page > 1]
+        of_pages = bytes_beyond(codes, R // self.page, pages)
+        return {kind: size + of_pages[kind] for kind, size in total.items()}
 
     def positions(self, store: Shelves) -> Array:
         """i32[B K S], S the slots of all shelves."""
@@ -158,6 +177,7 @@ class Pages(Apart):
 
     def shown(self, layer: Any, store: Shelves) -> Block:
         """All shelves in a row, for each head."""
+        layer = self._in_pages(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
         return Block(k, v, self.positions(store))
@@ -177,8 +197,8 @@ class Pages(Apart):
             ("shares", m.shares is not None and not m.shares.by_head, "it gives all heads of a layer equally many"),
             ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
-            ("k", not m.k.any_slot, mixed),
-            ("v", not m.v.any_slot, mixed),
+            ("k", m.k.in_pages(self.page) is None, mixed),
+            ("v", m.v.in_pages(self.page) is None, mixed),
             ("k", m.k.by_head, own),
             ("v", m.v.by_head, own),
         )
@@ -208,15 +228,27 @@ def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
     return jnp.where(used, owner, -1), slot.reshape(*owner.shape[:2], -1)
 
 
-def _by_owner(part: Partial, owner: Array, heads: int) -> Partial:
-    """Partials of this device's pages, [B P G T ..] -> those of all heads over all pages, [B K G T ..]; log-sum-exp."""
-    mine = owner[:, :, None] == jnp.arange(heads, dtype=jnp.int32)[None, None]  # [B P K]
-    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], NEG))[:, 0]
+def _by_owner(s: Array, v: Array, owner: Array, heads: int) -> Partial:
+    """Attention of all heads over the pages of all devices, of which each head sees its own.
+
+    Args:
+      s: f32[B G T P*page], the logits of this device's pages by the queries of their owners, NEG where masked.
+      v: [B P page H], values.
+      owner: i32[B P], -1 for none.
+      heads: K, of all devices.
+    """
+    B, P, page, _ = v.shape
+    mine = owner[:, None] == jnp.arange(heads, dtype=jnp.int32)[None, :, None]  # [B K P]
+    greatest = s.reshape(*s.shape[:3], P, page).max(-1)
+    m = over_heads.max(jnp.where(mine[:, :, None, None], greatest[:, None], NEG).max(-1)[:, None])[:, 0]
+    # Of each slot the maximum of its owner: one pass over the slots then gives weights that need no correction by page.
     top = jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1)
-    weight = jnp.exp(part.m - top)
+    top = jnp.repeat(jnp.moveaxis(top, 1, 3), page, -1)
+    p = jnp.where(s > NEG / 2, jnp.exp(s - top), 0.0).reshape(*s.shape[:3], P, page)
 
     def total(x: Array) -> Array:
-        here = jnp.einsum("bpk,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
+        here = jnp.einsum("bkp,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
         return over_heads.sum(here[:, None])[:, 0]
 
-    return Partial(total(weight[..., None] * part.o), m, total(weight * part.l))
+    p = jnp.moveaxis(p, 3, 1)  # [B P G T page]
+    return Partial(total(mix(p, v)), m, total(p.sum(-1)))
