@@ -346,7 +346,7 @@ def errors(asked: Later, masks: Sequence[Array]) -> list[float]:
 def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Asks all settings that have no record yet."""
     done = {r["method"] for r in records(args.out) if (r["protocol"], r["seed"]) == (protocol, seed)}
-    todo = [s for s in settings if s.method not in done]
+    todo = list({s.method: s for s in settings if s.method not in done}.values())
     if "full" not in done:
         todo.insert(0, Setting("exact", "full", "", "1", "full", False))
     if not todo:

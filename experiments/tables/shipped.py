@@ -2,7 +2,8 @@
 
 Of every kind that is registered (kvjax/cache/tables.py) examples for the battery's layers, of random numbers, and a
 table for the shipped model, calibrated on the source code of Python's library, where a text can give one. For learned
-ones it is random numbers too: the format, and nothing to measure.
+ones it is random numbers too: the format, and nothing to measure. Kinds in `REAL` also ship for the models that Python
+packages bring, where these are installed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from kvjax.methods.catalogue import load_all
 from kvjax.run.calibrate import arrays
 from kvjax.run.plan import specs
 from kvjax.testbed import corpus
+from kvjax.testbed.vocab import END
 from tests.contract import layer
 
 CONTEXT, CONTEXTS = 1024, 16
+REAL = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
+REAL_CONTEXTS = 8
 EXAMPLES = {
     "example.safetensors": layer.spec(),
     "example_devices.safetensors": dataclasses.replace(layer.spec(), kv_heads=4),  # of tests/contract/test_devices.py
@@ -31,7 +35,7 @@ EXAMPLES = {
 
 def learned(kind: Kind) -> bool:
     """Whether no text gives a table of this kind."""
-    return type(kind).count is Kind.count
+    return type(kind).count is Kind.count and not kind.measured_by
 
 
 def write(name: str) -> None:
@@ -52,6 +56,30 @@ def write(name: str) -> None:
             read = "documents of its own"
         said = f"kvjax calibrate {name} testbed, {read}"
     given.write(folder / "testbed.safetensors", name, all_specs[0], layers, said)
+    for real in REAL.get(name, ()):
+        write_real(name, real)
+
+
+def source_code(texts: int, characters: int) -> list[str]:
+    """So many texts from places all over the source code of Python's library."""
+    tokens = corpus.load("train").tokens
+    code = np.where(tokens == END, ord("\n"), tokens).astype(np.uint8)
+    starts = range(0, texts * (len(code) // texts), len(code) // texts)
+    return [code[start : start + characters].tobytes().decode(errors="replace") for start in starts]
+
+
+def write_real(name: str, model_name: str) -> None:
+    """A kind's table for a model that a package brings; nothing where it is not installed."""
+    try:
+        model = kvjax.load(model_name)
+    except kvjax.KvjaxError as e:
+        print(f"no table of {name} for {model_name}: {e}")
+        return
+    texts = source_code(REAL_CONTEXTS, 16 * CONTEXT)
+    layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
+    read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
+    said = f"kvjax calibrate {name} {model_name}, {read}"
+    given.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
 
 
 if __name__ == "__main__":

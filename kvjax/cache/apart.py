@@ -21,6 +21,15 @@ class Apart:
         """What holds tokens apart in one layer; None in a layer that holds none so."""
         return self
 
+    def bind_budget(self, method: Any, spec: LayerSpec) -> Any:
+        """The method in one layer, where the store divides the budget of its selection; the base changes nothing.
+
+        Args:
+          method: a `Method` whose selection and store are those of this layer.
+          spec: the layer.
+        """
+        return method
+
     def body(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
         raise NotImplementedError
@@ -49,8 +58,8 @@ class Apart:
         """Bytes of the store's slots that hold no token, by memory kind; the base tells of none."""
         return {"device": 0, "pinned_host": 0}
 
-    def planned_empty_bytes(self, store: Any, kept: int) -> dict[str, int]:
-        """The same of an abstract store, made for prompts of which so many tokens are kept, those in slots included."""
+    def planned_empty_bytes(self, store: Any, kept: int, prompt: int) -> dict[str, int]:
+        """The same of an abstract store, for prompts of `prompt` tokens that keep `kept`, those in slots included."""
         return {"device": 0, "pinned_host": 0}
 
     def check(self, layer: Any) -> None:

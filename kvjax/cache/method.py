@@ -94,7 +94,8 @@ class Method:
         here = dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec))
         MethodLayer(here, spec).check()
         apart = None if self.apart is None else self.apart.at(spec)
-        return MethodLayer(dataclasses.replace(here, apart=apart), spec)
+        here = dataclasses.replace(here, apart=apart)
+        return MethodLayer(here if apart is None else apart.bind_budget(here, spec), spec)
 
 
 @functools.cache

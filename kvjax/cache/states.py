@@ -102,7 +102,7 @@ class StateOperations:
         empty = self._bytes_beyond(state, [min(used, state.pos.shape[2])] * state.pos.shape[0], dtype)
         if side is None:
             return empty
-        beside = side.planned_empty_bytes(state.apart, kept)
+        beside = side.planned_empty_bytes(state.apart, kept, prompt)
         return {kind: size + beside[kind] for kind, size in empty.items()}
 
     def _bytes_beyond(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import Array, Block, KvjaxError
 
 
 class Kind:
@@ -52,6 +52,24 @@ class Kind:
             f"a table of {self.name} holds what no statistics of a text give; train it, and write the file with "
             "kvjax.cache.given.write"
         )
+
+    @property
+    def measured_by(self) -> str:
+        """The string of a method whose scores are ranked over all layers for `count_layers`.
+
+        Empty: each layer is counted by itself.
+        """
+        return ""
+
+    def count_layers(self, layer: Any, measures: Any, lengths: Array) -> Any:
+        """The statistics of texts whose layers have to be seen together: any pytree of arrays [L B K ...].
+
+        Args:
+          layer: one of the layers under the method of `measured_by`, for what all have in common.
+          measures: what `measure` of all layers gives, arrays [L B ...].
+          lengths: i32[B], of the texts.
+        """
+        raise NotImplementedError
 
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         """The statistics of two texts as those of both."""

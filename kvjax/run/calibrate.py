@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,15 +13,23 @@ from rich.progress import track
 
 from kvjax.cache import given
 from kvjax.cache.contract import LayerSpec, Needs, Traits
+from kvjax.cache.level import level_slots
+from kvjax.cache.method import Method
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.program import Program
+from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import load_all
+from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.run import prefill as prompt_runner
+from kvjax.run import probe, reading
 from kvjax.run.calls import prefill
-from kvjax.run.plan import specs
-from kvjax.run.prompts import Prompts, token_ids
+from kvjax.run.clock import Clock
+from kvjax.run.forward import Setting
+from kvjax.run.plan import bind, specs
+from kvjax.run.prompts import Prompts, pad, place, token_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +76,13 @@ def kind_of(text: str) -> Kind:
     pairs = [pair.partition("=") for pair in given.split(",") if pair]
     known = {f.name for f in dataclasses.fields(KINDS[name])} if dataclasses.is_dataclass(KINDS[name]) else set()
     for key, _, value in pairs:
-        if key not in known or not value.isdecimal() or len(value) > 10:
-            has = " and ".join(f"{k}=NUMBER" for k in sorted(known)) or "no parameters"
+        is_text = key in known and isinstance(getattr(KINDS[name], key), str)
+        if key not in known or not value or not (is_text or (value.isdecimal() and len(value) <= 10)):
+            is_what = {k: "NAME" if isinstance(getattr(KINDS[name], k), str) else "NUMBER" for k in sorted(known)}
+            has = " and ".join(f"{k}={what}" for k, what in is_what.items()) or "no parameters"
             raise KvjaxError(f"{text!r:.80} is no kind of table: {name} has {has}")
-    return dataclasses.replace(KINDS[name], **{key: int(value) for key, _, value in pairs}) if pairs else KINDS[name]
+    values = {key: type(getattr(KINDS[name], key))(value) for key, _, value in pairs}
+    return dataclasses.replace(KINDS[name], **values) if pairs else KINDS[name]
 
 
 def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
@@ -88,12 +99,38 @@ def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) ->
     total: Any = None
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]
-        _, cache = prefill(model, batch, counting, capacity=max(map(len, batch)))
+        layers = _counted(model, counting, batch)
         for row in range(len(batch)):
-            counted = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), cache.layers)
+            counted = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), layers)
             total = counted if total is None else jax.tree.map(counting.kind.join, total, counted)
     made = [counting.kind.arrays(counted, spec) for counted, spec in zip(total, specs(model.config), strict=True)]
     return [dict(layer) for layer in made]
+
+
+def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """The statistics of documents, per layer, with one set for each of them."""
+    kind = counting.kind
+    if not kind.measured_by:
+        return prefill(model, ids, counting, capacity=max(map(len, ids)))[1].layers
+    # Whatever division the method has of its own, its scores are ranked over the model here.
+    ranking = dataclasses.replace(cast(Method, method_of(kind.measured_by)), **level_slots("model", page=16))
+    plan, setting, clock = bind(ranking, model.config), Setting(model.config, model.mesh), Clock()
+    tokens, lengths = pad(ids)
+    lengths, slots = place(model, lengths, "B"), (0,) * len(plan)
+    past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)
+    prompts = [reading.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
+    if any(layer.needs.probe for layer in plan):
+        prompts = probe.probed(model, ids, prompts, lengths, plan, clock)
+    measures = prompt_runner.measured(model, setting, prompts, lengths, plan, clock)
+    every = clock.call(COUNT_LAYERS, measures=measures, lengths=lengths, kind=kind, layer=plan[0])
+    return tuple(jax.tree.map(lambda x, i=i: x[i], every) for i in range(len(plan)))
+
+
+def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: Any) -> Any:
+    return kind.count_layers(layer, measures, lengths)
+
+
+COUNT_LAYERS = Program(_count_layers, static=("kind", "layer"))
 
 
 def calibrate(

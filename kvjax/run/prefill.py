@@ -183,6 +183,14 @@ def pieces(
     return past
 
 
+def measured(model: Model, setting: Setting, prompts: Sequence[Any], lengths: Array, plan: Plan, clock: Clock) -> Any:
+    """What every layer measures of its prompt, for a budget that all layers share: arrays [L B ...]."""
+    more = {"lengths": lengths, "setting": setting}
+    seen = zip(prompts, sites(plan, model.config), strict=True)
+    measures = [clock.call(MEASURE, prompt=prompt, site=site, **more) for prompt, site in seen]
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
+
+
 def encoded(
     model: Model,
     setting: Setting,
@@ -197,10 +205,7 @@ def encoded(
     keep: list[Array | None] = [None] * len(plan)
     sized = plan  # the layers with the room that they turn out to need; the cache's plan stays as it is
     if any(layer.needs.all_layers for layer in plan):
-        more = {"lengths": lengths, "setting": setting}
-        seen = zip(prompts, sites(plan, model.config), strict=True)
-        measures = [clock.call(MEASURE, prompt=prompt, site=site, **more) for prompt, site in seen]
-        every = jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
+        every = measured(model, setting, prompts, lengths, plan, clock)
         tokens = np.asarray(clock.call(SHARES, measures=every, lengths=lengths, plan=plan))
         room = round_up(capacity - int(np.max(lengths)), 16)
         most = [round_up(layer.slots_for(kept), SHARED_ROUNDING) for layer, kept in zip(plan, tokens, strict=True)]

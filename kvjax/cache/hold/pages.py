@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerState
+from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.codecs import ByPage
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
@@ -71,11 +71,23 @@ class Pages(Apart):
             share = Counted(seen.keep, select.unit.size)
         kept = layer.selected(block, seen, most, share)
         nothing = Block(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
-        return nothing, self._shelved(layer, kept, self._pages(layer, most))
+        return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
 
-    def _pages(self, layer: Any, most: int) -> int:
-        """Pages of a shelf, where each head keeps so many tokens in the mean."""
+    def bind_budget(self, method: Any, spec: LayerSpec) -> Any:
+        """The method with the selection and the rule that the rule makes of them in this layer."""
+        select, share = self.share.bind_budget(method, spec)
+        return dataclasses.replace(method, select=select, apart=dataclasses.replace(self, share=share))
+
+    def _known_pages(self, longest: int) -> np.ndarray | None:
+        """i64[longest + 1]: pages that all heads own together of prompts of 0..longest tokens, where that is known."""
+        tokens = self.share.tokens_by_length(longest)
+        return None if tokens is None else (-(-tokens // self.page)).sum(1)
+
+    def _pages(self, layer: Any, most: int, width: int) -> int:
+        """Pages of a shelf for prompts of up to `width` tokens, of which each head keeps `most` in the mean."""
         K = layer.spec.kv_heads
+        if (known := self._known_pages(width)) is not None:
+            return int(-(-known.max() // K))
         pages = -(-(K * (most + self.page - 1) // self.page) // K)
         if layer.method.shares is None:
             return pages
@@ -152,12 +164,14 @@ class Pages(Apart):
         K = store.pos.shape[1]
         return self._bytes_beyond(store, [count / K for count in (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()])
 
-    def planned_empty_bytes(self, store: Shelves, kept: int) -> dict[str, int]:
+    def planned_empty_bytes(self, store: Shelves, kept: int, prompt: int) -> dict[str, int]:
         """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
 
         A head needs the most pages for its tokens when the last one holds a single token.
         """
-        B, _, R = store.pos.shape
+        B, K, R = store.pos.shape
+        if (known := self._known_pages(prompt)) is not None:
+            return self._bytes_beyond(store, [int(known[prompt]) / K] * B)
         return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
 
     def _bytes_beyond(self, store: Shelves, pages: list[float]) -> dict[str, int]:

@@ -91,7 +91,7 @@ class Tiers(Apart):
         used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist()
         return bytes_beyond(store, store.pos.shape[2], used)
 
-    def planned_empty_bytes(self, store: Low, kept: int) -> dict[str, int]:
+    def planned_empty_bytes(self, store: Low, kept: int, prompt: int) -> dict[str, int]:
         slots = store.pos.shape[2]
         return bytes_beyond(store, slots, [min(self.room(kept), slots)] * store.pos.shape[0])
 

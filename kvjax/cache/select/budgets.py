@@ -31,6 +31,10 @@ class Budget:
         """Tokens that `layer` of `layers` keeps of a row of `length` tokens: at most `length`."""
         raise NotImplementedError
 
+    def by_length(self, longest: int, layer: int, layers: int) -> np.ndarray:
+        """i32[longest + 1]: `kept` of rows of 0..longest tokens; a budget that knows them all at once overrides it."""
+        return np.array([self.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
+
     def most(self, layer: int, layers: int) -> int | None:
         """Tokens that it keeps of a row without end; None if there is no bound."""
         raise NotImplementedError
@@ -194,7 +198,7 @@ def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protec
     A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when a budget in tokens is
     below these for a row of `longest` tokens.
     """
-    kept = np.array([budget.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
+    kept = budget.by_length(longest, layer, layers)
     if kept[-1] < min(longest, protected) and not budget.relative:
         raise KvjaxError(
             f"{budget} keeps {kept[-1]} of {longest} tokens in layer {layer}, fewer than the {protected} sinks and "

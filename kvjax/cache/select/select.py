@@ -126,6 +126,8 @@ class Select:
         self._check_scores(scores, block)
         part = split(block.pos, keep, slots, self.sinks, self.recent, self.unit.size)
         by_units = unit_scores(per_head(scores.kv, self.per), self.sinks, self.unit)
+        if share is not None:
+            share = share.of_rows(part.length, S)
         then = None
         if rescore is not None:
             new = rescore.scores(block, scores.kv, seen, spec)

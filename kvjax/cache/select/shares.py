@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.contract import LayerSpec
@@ -49,6 +50,21 @@ class HeadShares:
 
     def at(self, spec: LayerSpec) -> HeadShares:
         """The rule in one layer; raises KvjaxError for a layer that it does not fit."""
+        return self
+
+    def bind_budget(self, method: Any, spec: LayerSpec) -> tuple[Any, HeadShares]:
+        """(the method's selection with the budget of this layer, the rule in it); the base changes neither.
+
+        A rule that also divides the budget among layers, before any prompt, gives the selection another one.
+        """
+        return method.select, self
+
+    def tokens_by_length(self, longest: int) -> np.ndarray | None:
+        """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
+        return None
+
+    def of_rows(self, lengths: Array, longest: int) -> HeadShares:
+        """The rule for prompts of i32[B] tokens, at most `longest`: one that goes by lengths looks them up here."""
         return self
 
     def others(self, spec: LayerSpec) -> int:

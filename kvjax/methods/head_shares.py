@@ -1,0 +1,301 @@
+"""Head shares: a budget is divided among all heads of all layers by a table that was calibrated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.contract import LayerSpec
+from kvjax.cache.given import Given
+from kvjax.cache.hold.pages import Pages
+from kvjax.cache.method import Method
+from kvjax.cache.select.budgets import Budget, kept_by_length
+from kvjax.cache.select.ranking import Candidates, Counted
+from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.select import Select
+from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.tables import Kind, table
+from kvjax.core.rope import Rope
+from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
+from kvjax.methods.catalogue import recipe
+from kvjax.methods.trial import Trial, paged
+
+FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
+"""Budgets, as fractions of a text, at which a table is calibrated."""
+
+TOLERANCE = 1e-3  # how far the mean of a table's shares may be from its fraction: they are stored in float32
+
+
+@table("head_shares")
+@dataclasses.dataclass(frozen=True)
+class CalibratedShares(Kind):
+    """The fraction of a text's tokens that each head keeps when the tokens of all heads of all layers are ranked.
+
+    Arrays of a layer: `fractions` f32[R], budgets as fractions of a text, ascending, equal in all layers; `shares`
+    f32[K R], tokens that a head keeps over tokens of the texts. The mean of the shares over all heads of the model is
+    the fraction. Heads saturate at different budgets, so one fraction does not tell the others.
+
+    Attributes:
+      method: whose scores rank the tokens; it selects, and its scores are comparable between layers. "turned_queries"
+        reads a text once, "kvzip" twice.
+    """
+
+    method: str = "turned_queries"
+
+    @property
+    def measured_by(self) -> str:
+        return self.method
+
+    def count_layers(self, layer: Any, measures: Candidates, lengths: Array) -> Any:
+        """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
+        size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
+        kept = []
+        for part in FRACTIONS:
+            # Scores do not depend on the budget: only the number of places does.
+            budget = (lengths * part.numerator // part.denominator)[None]
+            places = jnp.maximum(budget - measures.always, 0) // size
+            kept.append(layer.shares(measures._replace(quota=places), lengths))
+        tokens = jnp.stack(kept, -1)
+        every = jnp.broadcast_to(tokens.sum((0, 2), keepdims=True, dtype=jnp.int32), tokens.shape)
+        return {"kept": tokens, "every": every, "length": jnp.broadcast_to(lengths[None, :, None], shape)}
+
+    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        length = counted["length"]
+        fractions = counted["every"][0] / (length[0] * spec.layers * spec.kv_heads)
+        if not (np.diff(fractions, prepend=0) > 0).all():
+            raise KvjaxError(
+                f"the texts do not leave room for what always stays at a budget of {FRACTIONS[0]} of their tokens: "
+                f"heads keep {fractions[0]:.3f} and {fractions[1]:.3f} of them at the lowest two budgets; give longer "
+                "texts, or a method with fewer sinks and recent tokens"
+            )
+        return {
+            "shares": (counted["kept"] / length[:, None]).astype(np.float32),
+            "fractions": fractions.astype(np.float32),
+        }
+
+    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+        fractions = np.array(FRACTIONS, np.float64)
+        lean = rng.uniform(-1, 1, spec.kv_heads)
+        lean = (lean - lean.mean()) / max(np.abs(lean - lean.mean()).max(), 1e-9)
+        shares = fractions + 0.5 * lean[:, None] * fractions * (1 - fractions)
+        return {"shares": shares.astype(np.float32), "fractions": fractions.astype(np.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How many tokens each head of a model keeps of a prompt, by the prompt's length alone.
+
+    budget: of the selection, tokens of a head in the mean of all. sinks, recent, size: what the selection keeps in any
+    case, and the tokens of its units. represented: the share of a layer's units that representatives take.
+    """
+
+    given: Given
+    model: tuple[int, int, int, int]  # layers, kv_heads, groups, head_dim
+    budget: Budget
+    sinks: int
+    recent: int
+    size: int
+    represented: float
+
+    def tokens(self, longest: int) -> np.ndarray:
+        """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
+        # The selection's own check: a budget in tokens must have room for what stays in any case.
+        kept_by_length(self.budget, longest, 0, self.model[0], self.sinks + self.recent)
+        return _tokens(self, 1 << max(longest.bit_length(), 8))[: longest + 1]
+
+    def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For prompts of 0..longest tokens: tokens that always stay, units there are, units that stay in the mean.
+
+        This is `units.split` for all lengths at once.
+        """
+        length = np.arange(longest + 1)
+        budget = self.budget.by_length(longest, 0, self.model[0])
+        keep = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
+        front = np.minimum(self.sinks, keep)
+        back = np.minimum(self.recent, keep - front)
+        left, between = keep - front - back, length - front - back
+        always = front + back + np.minimum(between % self.size, left)
+        return always, between // self.size, (keep - always) // self.size
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens(division: Division, longest: int) -> np.ndarray:
+    """`Division.tokens` for a length that all layers and similar prompts share."""
+    fractions, shares = _arrays(division.given, division.model)
+    L, K, _ = shares.shape
+    always, most, mean = division.quota(longest)
+    length = np.arange(longest + 1)
+    fraction = (always + mean * division.size) / np.maximum(length, 1)
+    # Nothing is kept at 0 and everything at 1: between the table's fractions shares are interpolated linearly, which
+    # keeps their mean at the fraction.
+    at = np.array([0.0, *fractions, 1.0])
+    part = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
+    wanted = (part * length[:, None] - always[:, None]) / division.size
+    nothing = np.zeros((longest + 1, 1))
+    units = _levelled(wanted, mean * L * K, nothing, most[:, None]).reshape(-1, L, K)
+    if division.represented:
+        # Representatives take equally many places of each head of a layer, so that each must have as many.
+        in_mean = -(-units.sum(2) // K)
+        least = np.asarray(part_of(division.represented, in_mean))[..., None]
+        total = np.maximum(units.sum(2), K * least[..., 0])
+        flat = (x.reshape(-1, x.shape[-1]) for x in (units, least))
+        wanted, least = flat
+        units = _levelled(wanted, total.reshape(-1), least, np.repeat(most, L)[:, None]).reshape(-1, L, K)
+    tokens = (always[:, None, None] + division.size * units).astype(np.int32)
+    tokens.flags.writeable = False
+    return tokens
+
+
+def _levelled(wanted: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Whole numbers i64[N n] near `wanted` f64[N n], within least..most [N 1], whose sums are total i64[N].
+
+    All of a row are moved by one amount where the bounds allow it, and rounded by the largest remainder; of equal
+    remainders the earlier number is rounded up.
+    """
+    out = []
+    for start in range(0, len(wanted), 4096):  # a text of a million tokens does not need its table in float64 at once
+        want, sums, low, high = (x[start : start + 4096] for x in (wanted, total, least, most))
+        below, above = (low - want).min(1, keepdims=True), (high - want).max(1, keepdims=True)
+        for _ in range(60):
+            middle = (below + above) / 2
+            enough = np.clip(want + middle, low, high).sum(1, keepdims=True) >= sums[:, None]
+            below, above = np.where(enough, below, middle), np.where(enough, middle, above)
+        exact = np.round(np.clip(want + above, low, high), 6)
+        whole = np.floor(exact).astype(np.int64)
+        order = np.argsort(np.round(whole - exact, 6), 1, kind="stable")
+        one_more = np.arange(want.shape[1])[None] < (sums - whole.sum(1))[:, None]
+        np.put_along_axis(whole, order, np.take_along_axis(whole, order, 1) + one_more, 1)
+        out.append(whole)
+    return np.concatenate(out)
+
+
+@functools.lru_cache(maxsize=16)
+def _arrays(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(fractions f64[R], shares f64[L K R]) of a table; raises KvjaxError for one that is none of this model."""
+    shares, fractions = [], []
+    for i in range(model[0]):
+        spec = LayerSpec(i, *model, None, Rope(model[3]))
+        size = given.of(spec, fractions=(None,))["fractions"].shape[0]
+        found = given.of(spec, shares=(spec.kv_heads, size), fractions=(size,))
+        shares.append(found["shares"].astype(np.float64))
+        fractions.append(found["fractions"].astype(np.float64).tolist())
+    at, anew = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
+    if not at or any(other != at for other in fractions) or sorted({0.0, *at, 1.0}) != [0.0, *at, 1.0]:
+        raise KvjaxError(
+            f"fractions of {given.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {anew}"
+        )
+    every = np.stack(shares)
+    if every.min() < 0 or every.max() > 1:
+        raise KvjaxError(
+            f"shares of {given.path} are tokens kept of a text's and lie in [0, 1], got {every.min():g} to "
+            f"{every.max():g}; {anew}"
+        )
+    for fraction, mean in zip(at, every.mean((0, 1)).tolist(), strict=True):
+        if abs(mean - fraction) > TOLERANCE:
+            raise KvjaxError(
+                f"at the fraction {fraction:g} the shares of {given.path} have the mean {mean:.4f}, and it must be the "
+                f"fraction; {anew}"
+            )
+    return np.array(at), every
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDivision(HeadShares, Budget):
+    """A division in one layer: the mean of its heads, as the selection's budget, and what each head keeps."""
+
+    division: Division
+    index: int
+    level = True  # the index above says which layer it is
+
+    def tokens_by_length(self, longest: int) -> np.ndarray:
+        return self.division.tokens(longest)[:, self.index]
+
+    def by_length(self, longest: int, layer: int, layers: int) -> np.ndarray:
+        """The mean over the heads, rounded up to whole units."""
+        tokens, size = self.tokens_by_length(longest), self.division.size
+        always = self.division.quota(longest)[0]
+        units = (tokens - always[:, None]).sum(1) // size
+        return (always - size * (-units // tokens.shape[1])).astype(np.int32)
+
+    def kept(self, length: int, layer: int, layers: int) -> int:
+        return int(self.by_length(length, layer, layers)[length])
+
+    def most(self, layer: int, layers: int) -> int | None:
+        most = self.division.budget.most(0, layers)
+        if most is None:
+            return None
+        # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
+        first = _arrays(self.division.given, self.division.model)[0][0]
+        return int(self.by_length(int(most / first) + 2 * self.division.size, layer, layers).max())
+
+    def of_rows(self, lengths: Array, longest: int) -> HeadShares:
+        return _OfRows(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
+
+
+class _OfRows(Counted):
+    """Numbers of a layer whose budget is its own: its heads take each other's places, and no other layer's."""
+
+    def others(self, spec: LayerSpec) -> int:
+        return spec.kv_heads - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedDivision(HeadShares):
+    """The rule of a table: with a layer and its selection it becomes a `LayerDivision`."""
+
+    given: Given
+
+    def at(self, spec: LayerSpec) -> CalibratedDivision:
+        _arrays(self.given, _shape(spec))
+        return self
+
+    def bind_budget(self, method: Any, spec: LayerSpec) -> tuple[Select, HeadShares]:
+        select = method.select
+        if not select.budget.level:
+            raise IncompatibleMethod(
+                f"head shares (slot `apart`) divide one budget among all layers, and {type(select.budget).__name__} "
+                "(slot `select`) has divided it already; give all layers the same, as in 'snapkv:budget=256 + "
+                "head_shares'"
+            )
+        represented = 0.0 if method.represent is None else method.represent.share
+        division = Division(
+            self.given, _shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
+        )
+        mine = LayerDivision(division, spec.index)
+        return dataclasses.replace(select, budget=mine), mine
+
+
+def _shape(spec: LayerSpec) -> tuple[int, int, int, int]:
+    return spec.layers, spec.kv_heads, spec.groups, spec.head_dim
+
+
+_SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
+
+
+@recipe(
+    "kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416",
+    # The example table gives one of the battery's two heads 7 of 9 tokens, the other 5: as many pages as 6 and 6.
+    Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
+    formula="head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table "
+    "whose mean over all heads is b / T; whole numbers whose sum is b times the heads of all layers",
+    differs="There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of "
+    "another; here that ranking is made once, on other texts, and each head keeps a number known beforehand.",
+    example="turned_queries:budget=512,level=head + head_shares",
+    family="component over a selection",
+)
+def head_shares(table: str = "shipped", page: int = 16) -> Method:
+    """Over an eviction method: one budget is divided among all heads of all layers by a table calibrated once.
+
+    Use it as in 'turned_queries:budget=25%,level=head + head_shares'. How many tokens a head keeps depends on the prompt's length
+    alone, so shapes and bytes are known before any prompt is read; which tokens, the selection says. Sinks and recent
+    tokens stay in every head. table: a file of kind `head_shares`, which `kvjax calibrate head_shares` makes from a
+    few texts; "shipped" for the tables of the shipped model, SmolLM2-135M and Qwen2.5-Coder-0.5B. page: slots of the
+    pages in which heads of unequal length are held.
+    """
+    return Method(apart=Pages(CalibratedDivision(CalibratedShares.given(table)), page))
