@@ -292,10 +292,10 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
 def head_shares(table: str = "shipped", page: int = 16) -> Method:
     """Over an eviction method: one budget is divided among all heads of all layers by a table calibrated once.
 
-    Use it as in 'turned_queries:budget=25%,level=head + head_shares'. How many tokens a head keeps depends on the prompt's length
-    alone, so shapes and bytes are known before any prompt is read; which tokens, the selection says. Sinks and recent
-    tokens stay in every head. table: a file of kind `head_shares`, which `kvjax calibrate head_shares` makes from a
-    few texts; "shipped" for the tables of the shipped model, SmolLM2-135M and Qwen2.5-Coder-0.5B. page: slots of the
-    pages in which heads of unequal length are held.
+    Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. How many tokens a
+    head keeps depends on the prompt's length alone, so shapes and bytes are known before any prompt is read; which
+    tokens, the selection says. Sinks and recent tokens stay in every head. table: a file of kind `head_shares`, which
+    `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
+    and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
     """
     return Method(apart=Pages(CalibratedDivision(CalibratedShares.given(table)), page))

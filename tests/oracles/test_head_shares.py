@@ -127,7 +127,7 @@ def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, tab
         "keydiff:budget=12,recent=2",
         "keydiff:budget=25%,recent=2 + int8",
         "snapkv:budget=14,window=2,kernel=3,unit=chunk4",
-        "kvzip:budget=25%,sinks=2 + offload",
+        "kvzip:budget=25%,sinks=2,level=head + offload",
         "keydiff:budget=40%,recent=2 + kvcrush:share=0.5",
         "snapkv:budget=12,window=4 + criticalkv",
         "keydiff:budget=12,recent=2 + merging",
@@ -175,7 +175,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(more, model, table):
 
 def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
     """Nothing is compiled for the second batch of prompts, neither to read them nor to answer."""
-    text = f"turned_queries:budget=25% + head_shares:page=4,table={table}"
+    text = f"turned_queries:budget=25%,level=head + head_shares:page=4,table={table}"
     rng = np.random.default_rng(0)
     batches = [[rng.integers(0, 60, n).tolist() for n in sizes] for sizes in ((60, 33), (57, 60))]
     seconds, shapes = [], []
@@ -202,7 +202,7 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
         ("cake:budget=20,window=4 + head_shares", "slot `shares`.*equally many"),
         ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the slot `apart`"),
         ("snapkv:budget=8,window=2,per=layer + head_shares", "with per='layer' all heads keep the same tokens"),
-        ("snapkv:budget=8,window=2 + kivi + head_shares", "mix those of several heads"),
+        ("snapkv:budget=8,window=2 + kivi + head_shares", "16 slots, which groups of 32 tokens of keys.*use page=32"),
         ("snapkv:budget=8,window=2 + h2o + head_shares", "a policy takes tokens out"),
     ],
 )
@@ -254,7 +254,9 @@ def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
     for layer_made in made:
         np.testing.assert_allclose(layer_made["fractions"], np.array(budgets) / 64)
     for r, budget in enumerate(budgets):
-        ranked = kvjax.read(model, DOCUMENTS, f"{method},budget={budget} + adakv:alpha=0,scope=model,page=4")
+        name = method.partition(":")[0]
+        equal = f"{method},budget={budget}" + (",level=head" if name in ("turned_queries", "kvzip") else "")
+        ranked = kvjax.read(model, DOCUMENTS, f"{equal} + adakv:alpha=0,scope=model,page=4")
         want = lengths_of(ranked).sum(0) / (64 * len(DOCUMENTS))
         np.testing.assert_allclose([layer_made["shares"][:, r] for layer_made in made], want, atol=1e-6)
         assert np.std(want) > 0 or budget == 2

@@ -231,7 +231,10 @@ def test_what_needs_equal_heads_names_the_level(method, says):
         ("adakv:scope=model", "has none to stand on; compose it with one"),
         ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*normalise=true.*scope=layer"),
         ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
-        ("snapkv:budget=8,window=2 + kivi + adakv:scope=model", "mix those of several heads"),
+        (
+            "snapkv:budget=8,window=2 + kivi + adakv:scope=model",
+            "16 slots, which groups of 32 tokens of keys.*use page=32",
+        ),
         (
             kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()),
             "a store for them in slot `apart`",
