@@ -446,6 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--seeds", type=integers, default=[0, 1, 2])
     p.add_argument("--groups", help='only these, by name, separated by commas: "scorers" or a name of [[more]]')
     p.add_argument("--only", help="only methods whose string has this in it")
+    p.add_argument("--without", default="", help="no methods whose strings have one of these in them")
     p.add_argument("--check", action="store_true", help="run each setting as it is, too")
     p.add_argument("--out", type=Path, default=Path("runs/divisions.jsonl"), help="the records")
     p.add_argument("--results", type=Path, help="their sum")
@@ -456,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = settings_of(args.settings, model, args.shares, args.length)
     if args.groups:
         settings = [s for s in settings if s.group in args.groups.split(",")]
-    if args.only:
-        settings = [s for s in settings if args.only in s.method]
+    without = [text for text in args.without.split(",") if text]
+    settings = [s for s in settings if (args.only or "") in s.method and not any(t in s.method for t in without)]
     for protocol in args.protocols.split(","):
         for seed in args.seeds:
             measure(model, protocol, seed, settings, args)
