@@ -26,7 +26,7 @@ import functools
 import json
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -84,11 +84,10 @@ def settings_of(path: Path, model: Model, shares: str, length: int) -> list[Sett
     for share in shares_of(shares):
         for division in document["division"]:
             # Bytes depend on the division alone, so one fit serves all scorers.
-            like = document["scorer"][0]["method"]
-            budget = _budget(_fitted(compose(like, division["component"]), share, model, length))
+            budget = _budget(_fitted(divided(document["scorer"][0], division), share, model, length))
             for scorer in document["scorer"]:
                 if division["name"] not in scorer.get("not", ()):
-                    method = compose(_with_budget(scorer["method"], budget), division["component"])
+                    method = divided(scorer, division).replace("budget=512", f"budget={budget}")
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
         for share in shares_of(more.get("shares", shares)):
@@ -100,7 +99,15 @@ def settings_of(path: Path, model: Model, shares: str, length: int) -> list[Sett
     return found
 
 
+def divided(scorer: Mapping[str, Any], division: Mapping[str, str]) -> str:
+    """A scorer's method with a division: its own level, or a component over it."""
+    if "levels" in scorer:
+        return f"{scorer['method']}{scorer['levels'][division['name']]}"
+    return compose(scorer["method"], division["component"])
+
+
 def compose(method: str, component: str) -> str:
+    """The string of both, where there is a component."""
     return f"{method} + {component}" if component else method
 
 
@@ -112,10 +119,6 @@ def _fitted(text: str, share: Any, model: Model, length: int) -> str:
 def _budget(method: str) -> int:
     """The budget in a method's string."""
     return int(method.partition("budget=")[2].partition(",")[0].partition(" ")[0])
-
-
-def _with_budget(method: str, budget: int) -> str:
-    return method.replace("budget=512", f"budget={budget}")
 
 
 # A batch of contexts, and what is asked of them.
