@@ -77,7 +77,8 @@ def write_real(name: str, model_name: str) -> None:
         return
     texts = source_code(REAL_CONTEXTS, 16 * CONTEXT)
     layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
-    said = f"kvjax calibrate {name} {model_name}, {REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
+    read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
+    said = f"kvjax calibrate {name} {model_name}, {read}"
     given.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
 
 

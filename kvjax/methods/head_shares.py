@@ -68,6 +68,12 @@ class CalibratedShares(Kind):
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         length = counted["length"]
         fractions = counted["every"][0] / (length[0] * spec.layers * spec.kv_heads)
+        if not (np.diff(fractions, prepend=0) > 0).all():
+            raise KvjaxError(
+                f"the texts do not leave room for what always stays at a budget of {FRACTIONS[0]} of their tokens: "
+                f"heads keep {fractions[0]:.3f} and {fractions[1]:.3f} of them at the lowest two budgets; give longer "
+                "texts, or a method with fewer sinks and recent tokens"
+            )
         return {
             "shares": (counted["kept"] / length[:, None]).astype(np.float32),
             "fractions": fractions.astype(np.float32),
@@ -276,8 +282,8 @@ _SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
     "kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416",
     # The example table gives one of the battery's two heads 7 of 9 tokens, the other 5: as many pages as 6 and 6.
     Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
-    formula="head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table whose "
-    "mean over all heads is b / T; whole numbers whose sum is b times the heads of all layers",
+    formula="head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table "
+    "whose mean over all heads is b / T; whole numbers whose sum is b times the heads of all layers",
     differs="There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of "
     "another; here that ranking is made once, on other texts, and each head keeps a number known beforehand.",
     example="turned_queries:budget=512 + head_shares",

@@ -183,9 +183,7 @@ def pieces(
     return past
 
 
-def measured(
-    model: Model, setting: Setting, prompts: Sequence[Any], lengths: Array, plan: Plan, clock: Clock
-) -> Any:
+def measured(model: Model, setting: Setting, prompts: Sequence[Any], lengths: Array, plan: Plan, clock: Clock) -> Any:
     """What every layer measures of its prompt, for a budget that all layers share: arrays [L B ...]."""
     more = {"lengths": lengths, "setting": setting}
     seen = zip(prompts, sites(plan, model.config), strict=True)

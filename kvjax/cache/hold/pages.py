@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerState
+from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.ranking import Counted
