@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares both lists w
     from kvjax.methods.full import full as full
     from kvjax.methods.gear import gear as gear
     from kvjax.methods.h2o import h2o as h2o
+    from kvjax.methods.head_shares import head_shares as head_shares
     from kvjax.methods.headkv import headkv as headkv
     from kvjax.methods.infllm import infllm as infllm
     from kvjax.methods.int4 import int4 as int4
@@ -105,6 +106,7 @@ __all__ = [
     "full",
     "gear",
     "h2o",
+    "head_shares",
     "headkv",
     "infllm",
     "int4",
