@@ -115,16 +115,23 @@ def test_a_bias_is_read_with_its_slot():
             np.testing.assert_allclose(out[b, head, :, 0], p / p.sum(-1, keepdims=True) @ v[tokens], atol=5e-6)
 
 
-def test_many_queries_at_once_are_read_as_one_by_one():
+@pytest.mark.parametrize("count", [35, 7])  # of 7, pages are read with their logits side by side
+def test_many_queries_at_once_are_read_as_few(count):
     d, bound = layer.data(3), paged(SNAPKV)
     state = layer.prefill(bound, d)
     q = jnp.asarray(np.random.default_rng(0).normal(size=(layer.B, layer.K, layer.G, 70, layer.H)), jnp.float32)
     q_pos = jnp.broadcast_to(jnp.arange(20, 90)[None], (layer.B, 70))
     read = jax.jit(bound.method.apart.read, static_argnums=0)
     together = read(bound, state, q, q_pos)
-    apart = [read(bound, state, q[:, :, :, at : at + 35], q_pos[:, at : at + 35]) for at in (0, 35)]
-    for one, *two in zip(together, *apart, strict=True):
-        np.testing.assert_allclose(one, np.concatenate(two, 3), rtol=1e-6, atol=2e-6)
+    apart = [read(bound, state, q[:, :, :, at : at + count], q_pos[:, at : at + count]) for at in range(0, 70, count)]
+    for one, *others in zip(together, *apart, strict=True):
+        np.testing.assert_allclose(one, np.concatenate(others, 3), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_long_pages_are_read_as_short_ones(window):
+    d, short, long = layer.data(4), paged(SNAPKV, merge=Twofold()), paged(SNAPKV, page=64, merge=Twofold())
+    np.testing.assert_allclose(layer.run(long.method, d, window), layer.run(short.method, d, window), atol=1e-6)
 
 
 def test_a_table_of_weights_divides_the_layer():

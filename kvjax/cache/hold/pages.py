@@ -23,10 +23,16 @@ from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.select.ranking import Counted
 from kvjax.cache.select.shares import SHARED_ROUNDING, HeadShares
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, mix, visible
+from kvjax.core.attention import NEG, attend_dense, mix, visible
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+
+FEW_QUERIES = 16
+"""Queries of a head up to which short pages are read with their logits side by side."""
+
+LONG_PAGE = 64
+"""Slots of a page whose logits make a row that is long enough."""
 
 
 @pytree
@@ -136,20 +142,18 @@ class Pages(Apart):
         def paged(x: Array) -> Array:
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
-        keys, values = paged(layer.keys(store.k, store.pos)), paged(layer.v.decode(store.v))
-        pos = store.pos.reshape(B, 1, -1)
-        bias = None if store.bias is None else store.bias.reshape(B, 1, 1, 1, -1)
+        bias = None if store.bias is None else paged(store.bias)
+        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        block = Block(paged(keys), paged(values), paged(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
             every = over_heads.gather(q)
             asking = jnp.take_along_axis(every, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
-            asking = asking.reshape(B, owner.shape[1], -1, q.shape[4])
-            dims = (((3,), (3,)), ((0, 1), (0, 1)))
-            s = lax.dot_general(keys, asking, dims, preferred_element_type=jnp.float32) * q.shape[4] ** -0.5
-            # The slots of all pages side by side: in rows of one page, what follows takes longer than the products.
-            s = jnp.moveaxis(s.reshape(B, -1, *q.shape[2:4]), 1, 3)[:, None]  # [B 1 G T P*page]
-            s = jnp.where(visible(pos, q_pos, layer.spec.window), s if bias is None else s + bias, NEG)[:, 0]
-            merged = _by_owner(s, values, owner, every.shape[1])
+            # Of few queries and short pages the softmax takes longer than the products, unless its rows are long ones.
+            side_by_side = q.shape[2] * q.shape[3] <= FEW_QUERIES and self.page < LONG_PAGE
+            parts = _attend_side_by_side if side_by_side else attend_dense
+            part = parts(asking, block, q_pos, layer.spec.window)
+            merged = _by_owner(part, owner, every.shape[1])
             return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
 
         return by_query_blocks(attend, q, q_pos, 64)
@@ -242,27 +246,30 @@ def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
     return jnp.where(used, owner, -1), slot.reshape(*owner.shape[:2], -1)
 
 
-def _by_owner(s: Array, v: Array, owner: Array, heads: int) -> Partial:
-    """Attention of all heads over the pages of all devices, of which each head sees its own.
+def _attend_side_by_side(q: Array, block: Block, q_pos: Array, window: int | None) -> Partial:
+    """`attend_dense` of pages as heads, q [B P G T H], with the logits of all pages in one row for each query."""
+    B, P, G, T, H = q.shape
+    dims = (((3,), (3,)), ((0, 1), (0, 1)))  # keys first: as the second operand XLA:CPU would transpose them
+    s = lax.dot_general(block.k, q.reshape(B, P, G * T, H), dims, preferred_element_type=jnp.float32) * H**-0.5
+    s = jnp.moveaxis(s.reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
+    if block.bias is not None:
+        s = s + block.bias.reshape(B, 1, 1, 1, -1)
+    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
+    m = s.reshape(B, G, T, P, -1).max(-1)
+    p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
+    p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
+    return Partial(mix(p, block.v), m, p.sum(-1))
 
-    Args:
-      s: f32[B G T P*page], the logits of this device's pages by the queries of their owners, NEG where masked.
-      v: [B P page H], values.
-      owner: i32[B P], -1 for none.
-      heads: K, of all devices.
-    """
-    B, P, page, _ = v.shape
-    mine = owner[:, None] == jnp.arange(heads, dtype=jnp.int32)[None, :, None]  # [B K P]
-    greatest = s.reshape(*s.shape[:3], P, page).max(-1)
-    m = over_heads.max(jnp.where(mine[:, :, None, None], greatest[:, None], NEG).max(-1)[:, None])[:, 0]
-    # Of each slot the maximum of its owner: one pass over the slots then gives weights that need no correction by page.
+
+def _by_owner(part: Partial, owner: Array, heads: int) -> Partial:
+    """Partials of this device's pages, [B P G T ..] -> those of all heads over all pages, [B K G T ..]; log-sum-exp."""
+    mine = owner[:, :, None] == jnp.arange(heads, dtype=jnp.int32)[None, None]  # [B P K]
+    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], NEG))[:, 0]
     top = jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1)
-    top = jnp.repeat(jnp.moveaxis(top, 1, 3), page, -1)
-    p = jnp.where(s > NEG / 2, jnp.exp(s - top), 0.0).reshape(*s.shape[:3], P, page)
+    weight = jnp.exp(part.m - top)
 
     def total(x: Array) -> Array:
-        here = jnp.einsum("bkp,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
+        here = jnp.einsum("bpk,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
         return over_heads.sum(here[:, None])[:, 0]
 
-    p = jnp.moveaxis(p, 3, 1)  # [B P G T page]
-    return Partial(total(mix(p, v)), m, total(p.sum(-1)))
+    return Partial(total(weight[..., None] * part.o), m, total(weight * part.l))
