@@ -38,7 +38,7 @@ import kvjax
 from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.contract import LayerSpec, unnumbered
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.select.ranking import Counted
@@ -238,10 +238,7 @@ def repeat(exact: Exact, method: str) -> list[Array]:
 def _candidates(block: Block, scores: Scores, layer: MethodLayer) -> Any:
     select = dataclasses.replace(layer.method.select, scorer=Known(scores))
     found = select.candidates(block, None, layer.spec)
-    if not layer.method.shares.normalise:
-        return found
-    total = jnp.where(jnp.isfinite(found.scores), found.scores, 0.0).sum((1, 2), keepdims=True)
-    return found._replace(scores=found.scores / total)
+    return layer.method.shares.rescale(found)
 
 
 @functools.partial(jax.jit, static_argnames="layer")
@@ -262,14 +259,14 @@ def _kept(block: Block, scores: Scores, tokens: Array | None, layer: MethodLayer
 
 def kept(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
     """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
-    plan = cast(Any, bind(method, exact.model.config))
+    plan = cast(Any, [unnumbered(layer) for layer in bind(method, exact.model.config)])  # alike layers share programs
     pos = positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
     blocks = [Block(p.k, p.v, pos) for p in exact.prompts]
     tokens: Any = [None] * len(plan)
     if plan[0].needs.all_layers:
-        measures = [_candidates(block, s, plan[0]) for block, s in zip(blocks, scores, strict=True)]
+        measures = [_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
         tokens = plan[0].shares(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
-    return [_kept(block, s, n, plan[0]) for block, s, n in zip(blocks, scores, tokens, strict=True)]
+    return [_kept(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
 
 
 def hidden(context: Context, masks: Sequence[Array]) -> Context:

@@ -51,7 +51,10 @@ class ModelRanking(LayerShares):
             )
 
     def measure(self, layer: Any, block: Block, seen: Obs | None) -> Candidates:
-        found = layer.method.select.candidates(block, seen, layer.spec)
+        return self.rescale(layer.method.select.candidates(block, seen, layer.spec))
+
+    def rescale(self, found: Candidates) -> Candidates:
+        """One layer's candidates on the scale on which layers are compared."""
         if not self.normalise:
             return found
         # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
