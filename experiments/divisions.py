@@ -77,21 +77,26 @@ class Setting(NamedTuple):
     codec: str = ""  # what holds the tokens where they are hidden
 
 
-def settings_of(path: Path, model: Model, shares: str, length: int) -> list[Setting]:
-    """All settings of a file; those that no size of the method fits are left out."""
-    document = tomllib.loads(path.read_text())
+def settings_of(model: Model, args: argparse.Namespace) -> list[Setting]:
+    """The settings that are asked for; those that no size of the method fits are left out."""
+    document, length = tomllib.loads(args.settings.read_text()), args.length
+    groups, without = ([x for x in text.split(",") if x] for text in (args.groups, args.without))
+
+    def wanted(group: str, text: str) -> bool:
+        return (not groups or group in groups) and args.only in text and not any(x in text for x in without)
+
     found = []
-    for share in shares_of(shares):
-        for division in document["division"]:
+    for share in shares_of(args.shares):
+        for division in document["division"] if not groups or "scorers" in groups else ():
             # Bytes depend on the division alone, so one fit serves all scorers.
             budget = _budget(_fitted(divided(document["scorer"][0], division), share, model, length))
             for scorer in document["scorer"]:
-                if division["name"] not in scorer.get("not", ()):
-                    method = divided(scorer, division).replace("budget=512", f"budget={budget}")
+                method = divided(scorer, division).replace("budget=512", f"budget={budget}")
+                if division["name"] not in scorer.get("not", ()) and wanted("scorers", method):
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
-        for share in shares_of(more.get("shares", shares)):
-            for text in more["methods"]:
+        for share in shares_of(more.get("shares", args.shares)):
+            for text in (text for text in more["methods"] if wanted(more["name"], text)):
                 method = _fitted(text, share, model, length)
                 if method:
                     codec = more.get("codec", "")
@@ -444,8 +449,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--contexts", type=int, default=8, help="per seed")
     p.add_argument("--questions", type=int, default=3, help="per context")
     p.add_argument("--seeds", type=integers, default=[0, 1, 2])
-    p.add_argument("--groups", help='only these, by name, separated by commas: "scorers" or a name of [[more]]')
-    p.add_argument("--only", help="only methods whose string has this in it")
+    p.add_argument(
+        "--groups", default="", help='only these, by name, separated by commas: "scorers" or a name of [[more]]'
+    )
+    p.add_argument("--only", default="", help="only methods whose string has this in it")
     p.add_argument("--without", default="", help="no methods whose strings have one of these in them")
     p.add_argument("--check", action="store_true", help="run each setting as it is, too")
     p.add_argument("--out", type=Path, default=Path("runs/divisions.jsonl"), help="the records")
@@ -454,11 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     drop_torn_line(args.out)
     model = kvjax.load(args.model)
-    settings = settings_of(args.settings, model, args.shares, args.length)
-    if args.groups:
-        settings = [s for s in settings if s.group in args.groups.split(",")]
-    without = [text for text in args.without.split(",") if text]
-    settings = [s for s in settings if (args.only or "") in s.method and not any(t in s.method for t in without)]
+    settings = settings_of(model, args)
     for protocol in args.protocols.split(","):
         for seed in args.seeds:
             measure(model, protocol, seed, settings, args)

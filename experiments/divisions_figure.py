@@ -1,6 +1,7 @@
 """Tables and the figure of which tokens to keep and how to divide them, from what experiments/divisions.py measured.
 
-python -m experiments.divisions_figure    prints the tables of docs/results.md, writes docs/where_tokens_stay.png
+python -m experiments.divisions_figure    prints the tables of docs/results.md, writes docs/quality_against_bytes.png
+                                          (README's picture) and docs/where_tokens_stay.png
 
 A cell is the percent of counted questions that are answered right, with its standard error over contexts.
 """
@@ -11,7 +12,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,10 +22,45 @@ from kvjax.eval.page.summary import mean_error
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PICTURE = ROOT / "docs" / "where_tokens_stay.png"
+CURVES = ROOT / "docs" / "quality_against_bytes.png"
+WHERE = ROOT / "docs" / "where_tokens_stay.png"
 DIVISIONS = ("equal", "within a layer", "over the model")
 SHARES = ("1/2", "1/4", "1/8", "1/16")
 COLORS = dict(zip(DIVISIONS, ("C3", "C1", "C2"), strict=True))
+
+
+class Curve(NamedTuple):
+    """One line of README's picture: the methods whose strings begin and end so, at all shares."""
+
+    name: str
+    start: str
+    end: str
+    color: str
+    style: str = "-"
+
+    def holds(self, method: str) -> bool:
+        """Whether a method is a point of the line; between its start and its end stand only digits."""
+        middle = method.removeprefix(self.start).removesuffix(self.end)
+        return method.startswith(self.start) and method.endswith(self.end) and middle.isdecimal()
+
+
+EVICTION = (
+    Curve("kvzip over the model, in 4 bits", "kvzip:budget=", " + int4", "C4"),
+    Curve("turned_queries over the model, in 4 bits", "turned_queries:budget=", " + int4", "C0"),
+    Curve("kvzip over the model", "kvzip:budget=", "", "C4", "--"),
+    Curve("turned_queries over the model", "turned_queries:budget=", "", "C0", "--"),
+    Curve("keydiff over the model", "keydiff:budget=", " + adakv:alpha=0,scope=model", "C2", "--"),
+    Curve("kvzip, equal heads", "kvzip:budget=", ",level=head", "C4", ":"),
+    Curve("snapkv, equal heads", "snapkv:budget=", "", "C3", ":"),
+)
+POINTS = {
+    "kivi:residual=32,bits=4": "kivi, 4 bits",
+    "int4": "int4",
+    "turboquant:ends=0,k_bits=3,v_bits=3": "turboquant, 3 bits",
+    "kivi:residual=32,bits=2": "kivi, 2 bits",
+    "specache:residual=32,bits=1": "specache, 1 bit + host",
+    "quest:budget=256,device_layers=0 + offload": "quest + host",
+}
 
 
 class Results:
@@ -193,14 +229,59 @@ def _against_errors(ax: Axes, results: Results, share: str) -> None:
     ax.legend(fontsize=8, frameon=False, title="division of the budget", title_fontsize=8)
 
 
+def draw_curves(results: Results, path: Path) -> None:
+    """README's picture: later questions answered against the cache's bytes on the device."""
+    figure = Figure(figsize=(8.6, 4.8), layout="constrained")
+    ax = figure.subplots()
+    exact = results.scores("full", "turns")
+    assert exact is not None
+    ax.axhline(exact.mean(), color="0.6", linewidth=0.8, zorder=0)
+    ax.annotate("the exact cache", (1.0, exact.mean()), (-4, 4), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", fontsize=8, color="0.4")  # fmt: skip
+    for curve in EVICTION:
+        points = sorted(_point(results, m) for m in results.document["bytes"] if curve.holds(m))
+        if points:
+            device, mean, error = (list(x) for x in zip(*points, strict=True))
+            ax.errorbar(device, mean, error, color=curve.color, ls=curve.style, marker="o", ms=4, capsize=2, lw=1.4,
+                        label=curve.name)  # fmt: skip
+    for method, name in POINTS.items():
+        if method in results.document["bytes"] and results.scores(method, "turns") is not None:
+            device, mean, error = _point(results, method)
+            host = results.document["bytes"][method][1] > 0.01
+            ax.errorbar(device, mean, error, color="0.25", marker="s", ms=5, mfc="white" if host else "0.25", capsize=2)
+            ax.annotate(name, (device, mean), (6, -3), fontsize=8, textcoords="offset points")
+    ax.set_xscale("log")
+    ticks = (6.25, 12.5, 25, 50)
+    ax.set_xticks(ticks, [f"1/{round(100 / tick)}" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set(ylim=(-4, 104), yticks=range(0, 101, 20))
+    ax.set_xlabel("bytes of the cache on the device, of the exact cache's, both in bfloat16 (logarithmic)")
+    ax.set_ylabel("later questions answered right, %")
+    ax.set_title(
+        f"SmolLM2-135M, 1,024 tokens of essays; bars are standard errors over {len(exact)} contexts", fontsize=9
+    )
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    figure.savefig(path, dpi=150)
+
+
+def _point(results: Results, method: str) -> tuple[float, float, float]:
+    """Percent of the bytes, percent right, and its standard error."""
+    scores = results.scores(method, "turns")
+    mean, error = mean_error([] if scores is None else scores.tolist())
+    return 100 * results.document["bytes"][method][0], mean or 0.0, error or 0.0
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the tables and draws the figure."""
+    """Prints the tables and draws the figures."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS / "divisions.smollm2.json")
-    p.add_argument("--picture", type=Path, default=PICTURE)
+    p.add_argument("--curves", type=Path, default=CURVES, help="where README's picture goes")
+    p.add_argument("--where", type=Path, default=WHERE, help="where the figure goes")
     p.add_argument("--share", default="1/4", help="of the bytes, in the figure")
     p.add_argument("--scorers", default="repeated prompt (KVzip);turned queries", help="two of them, in the figure")
-    p.add_argument("--no-picture", action="store_true")
+    p.add_argument("--no-pictures", action="store_true")
     args = p.parse_args(argv)
     results = Results(json.loads(args.results.read_text()))
     shares = [s for s in SHARES if any(x["share"] == s and x["group"] == "scorers" for x in results.settings)]
@@ -209,8 +290,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nPaired gains, turns\n\n{paired(results, 'turns')}")
     print(f"\n{more_table(results)}")
     print("\nRank correlation of the error of attention with the answers:", correlations(results))
-    if not args.no_picture:
-        draw(results, args.picture, args.share, args.scorers.split(";"))
+    if not args.no_pictures:
+        draw_curves(results, args.curves)
+        draw(results, args.where, args.share, args.scorers.split(";"))
 
 
 if __name__ == "__main__":
