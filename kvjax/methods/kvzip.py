@@ -119,7 +119,7 @@ def _inverse_norms(seen: Obs) -> Array:
     differs="The first tokens always stay, in every head; the template's end of turn is not put behind the "
     "instruction. level=layer is `layerwise=True` of kvpress; level=head is the authors' `--level pair-uniform`, and "
     "their `--level head`, which drops whole heads, is not here. `docs/results.md` has what each division keeps.",
-    example="kvzip:budget=512,level=head",  # what the page's numbers were measured with
+    example="kvzip:budget=512",
     family="eviction after the prompt",
 )
 def kvzip(
