@@ -173,7 +173,9 @@ def correlations(results: Results) -> dict[str, float]:
 
 
 def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
+    """NaN where all of one are equal, which tells no order."""
+    x, y = _ranks(x), _ranks(y)
+    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:
