@@ -89,9 +89,9 @@ def settings_of(model: Model, args: argparse.Namespace) -> list[Setting]:
     for share in shares_of(args.shares):
         for division in document["division"] if not groups or "scorers" in groups else ():
             # Bytes depend on the division alone, so one fit serves all scorers.
-            budget = _budget(_fitted(divided(document["scorer"][0], division), share, model, length))
-            for scorer in document["scorer"]:
-                method = divided(scorer, division).replace("budget=512", f"budget={budget}")
+            like = _fitted(divided(document["scorer"][0], division), share, model, length)
+            for scorer in document["scorer"] if like else ():
+                method = divided(scorer, division).replace("budget=512", f"budget={_budget(like)}")
                 if division["name"] not in scorer.get("not", ()) and wanted("scorers", method):
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
@@ -108,10 +108,10 @@ def divided(scorer: Mapping[str, Any], division: Mapping[str, str]) -> str:
     """A scorer's method with a division: its own level, or a component over it."""
     if "levels" in scorer:
         return f"{scorer['method']}{scorer['levels'][division['name']]}"
-    return compose(scorer["method"], division["component"])
+    return with_component(scorer["method"], division["component"])
 
 
-def compose(method: str, component: str) -> str:
+def with_component(method: str, component: str) -> str:
     """The string of both, where there is a component."""
     return f"{method} + {component}" if component else method
 
@@ -350,7 +350,11 @@ def errors(asked: Later, masks: Sequence[Array]) -> list[float]:
 
 def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Asks all settings that have no record yet."""
-    done = {r["method"] for r in records(args.out) if (r["protocol"], r["seed"]) == (protocol, seed)}
+    about = {"model": args.model, "length": args.length, "contexts": args.contexts, "questions": args.questions}
+    made = list(records(args.out))
+    if foreign := next((r["about"] for r in made if r["about"] != about), None):
+        raise KvjaxError(f"{args.out} has records of {foreign}, not of {about}; choose another --out")
+    done = {r["method"] for r in made if (r["protocol"], r["seed"]) == (protocol, seed)}
     todo = list({s.method: s for s in settings if s.method not in done}.values())
     if "full" not in done:
         todo.insert(0, Setting("exact", "full", "", "1", "full", False))
@@ -375,7 +379,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     repeated = repeat(exact, setting.method)
                 scores[scorer] = score(exact, setting.method, repeated)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(compose(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.under(with_component(EVERY_TOKEN, setting.codec), capacity)
             masks = kept(exact, setting.method, scores[scorer])
             context = hidden(every[setting.codec], masks)
             found["kept"] = np.stack([np.asarray(m.sum(2)).mean(0) for m in masks]).round(1).tolist()
@@ -384,7 +388,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         else:
             context = exact.under(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
-        record = {"protocol": protocol, "seed": seed, "method": setting.method, **found}
+        record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if args.check and setting.hidden:

@@ -207,13 +207,17 @@ class StateOperations:
             ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
             ("select", self.needs.probe is not None, "the whole prompt would be read a second time"),
             ("apart", self.needs.neighbour != 0, "two layers would have to see each other's whole prompts"),
-            ("shares", m.shares is not None, "layers would divide a budget that they measured on a part of the text"),
+            (
+                "shares",
+                m.shares is not None,
+                "layers would divide a budget that they measured on a part of the text (level=head divides none)",
+            ),
         )
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
                     f"slot `{name}` cannot work behind a prefix that rows share: {reason}; read the documents whole, "
-                    "or under a method without it (level=head, where it has a `level`)"
+                    "or under a method without it"
                 )
 
     def _check_append_only(self, what: str) -> None:

@@ -29,6 +29,9 @@ from kvjax.methods.trial import Trial, paged
 FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
 
+LENGTHS_AT_ONCE = 1024
+"""Lengths of prompts whose numbers are computed together."""
+
 TOLERANCE = 1e-3  # how far the mean of a table's shares may be from its fraction: they are stored in float32
 
 
@@ -107,7 +110,7 @@ class Division:
         """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
         # The selection's own check: a budget in tokens must have room for what stays in any case.
         kept_by_length(self.budget, longest, 0, self.model[0], self.sinks + self.recent)
-        return _tokens(self, 1 << max(longest.bit_length(), 8))[: longest + 1]
+        return _tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For prompts of 0..longest tokens: tokens that always stay, units there are, units that stay in the mean.
@@ -127,52 +130,55 @@ class Division:
 @functools.lru_cache(maxsize=8)
 def _tokens(division: Division, longest: int) -> np.ndarray:
     """`Division.tokens` for a length that all layers and similar prompts share."""
+    quota, length = division.quota(longest), np.arange(longest + 1)
+    # A block of lengths at a time: of a long text, all of them in float64 would take gigabytes.
+    blocks = [slice(start, start + LENGTHS_AT_ONCE) for start in range(0, longest + 1, LENGTHS_AT_ONCE)]
+    tokens = np.concatenate([_tokens_of_lengths(division, length[b], *(x[b] for x in quota)) for b in blocks])
+    tokens.flags.writeable = False
+    return tokens
+
+
+def _tokens_of_lengths(
+    division: Division, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
+) -> np.ndarray:
+    """i32[N, L, K], of prompts of length i64[N]; the others are what `Division.quota` gives for these."""
     fractions, shares = _arrays(division.given, division.model)
     L, K, _ = shares.shape
-    always, most, mean = division.quota(longest)
-    length = np.arange(longest + 1)
     fraction = (always + mean * division.size) / np.maximum(length, 1)
     # Nothing is kept at 0 and everything at 1: between the table's fractions shares are interpolated linearly, which
     # keeps their mean at the fraction.
     at = np.array([0.0, *fractions, 1.0])
     part = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
     wanted = (part * length[:, None] - always[:, None]) / division.size
-    nothing = np.zeros((longest + 1, 1))
-    units = _levelled(wanted, mean * L * K, nothing, most[:, None]).reshape(-1, L, K)
+    units = round_to_totals(wanted, mean * L * K, np.zeros((len(length), 1)), most[:, None]).reshape(-1, L, K)
     if division.represented:
         # Representatives take equally many places of each head of a layer, so that each must have as many.
         in_mean = -(-units.sum(2) // K)
         least = np.asarray(part_of(division.represented, in_mean))[..., None]
         total = np.maximum(units.sum(2), K * least[..., 0])
-        flat = (x.reshape(-1, x.shape[-1]) for x in (units, least))
-        wanted, least = flat
-        units = _levelled(wanted, total.reshape(-1), least, np.repeat(most, L)[:, None]).reshape(-1, L, K)
-    tokens = (always[:, None, None] + division.size * units).astype(np.int32)
-    tokens.flags.writeable = False
-    return tokens
+        of_layers, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
+        every = round_to_totals(of_layers, total.reshape(-1), least, np.repeat(most, L)[:, None])
+        units = every.reshape(-1, L, K)
+    return (always[:, None, None] + division.size * units).astype(np.int32)
 
 
-def _levelled(wanted: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
+def round_to_totals(wanted: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Whole numbers i64[N n] near `wanted` f64[N n], within least..most [N 1], whose sums are total i64[N].
 
     All of a row are moved by one amount where the bounds allow it, and rounded by the largest remainder; of equal
     remainders the earlier number is rounded up.
     """
-    out = []
-    for start in range(0, len(wanted), 4096):  # a text of a million tokens does not need its table in float64 at once
-        want, sums, low, high = (x[start : start + 4096] for x in (wanted, total, least, most))
-        below, above = (low - want).min(1, keepdims=True), (high - want).max(1, keepdims=True)
-        for _ in range(60):
-            middle = (below + above) / 2
-            enough = np.clip(want + middle, low, high).sum(1, keepdims=True) >= sums[:, None]
-            below, above = np.where(enough, below, middle), np.where(enough, middle, above)
-        exact = np.round(np.clip(want + above, low, high), 6)
-        whole = np.floor(exact).astype(np.int64)
-        order = np.argsort(np.round(whole - exact, 6), 1, kind="stable")
-        one_more = np.arange(want.shape[1])[None] < (sums - whole.sum(1))[:, None]
-        np.put_along_axis(whole, order, np.take_along_axis(whole, order, 1) + one_more, 1)
-        out.append(whole)
-    return np.concatenate(out)
+    below, above = (least - wanted).min(1, keepdims=True), (most - wanted).max(1, keepdims=True)
+    for _ in range(60):
+        middle = (below + above) / 2
+        enough = np.clip(wanted + middle, least, most).sum(1, keepdims=True) >= total[:, None]
+        below, above = np.where(enough, below, middle), np.where(enough, middle, above)
+    exact = np.round(np.clip(wanted + above, least, most), 6)
+    whole = np.floor(exact).astype(np.int64)
+    order = np.argsort(np.round(whole - exact, 6), 1, kind="stable")
+    one_more = np.arange(wanted.shape[1])[None] < (total - whole.sum(1))[:, None]
+    np.put_along_axis(whole, order, np.take_along_axis(whole, order, 1) + one_more, 1)
+    return whole
 
 
 @functools.lru_cache(maxsize=16)

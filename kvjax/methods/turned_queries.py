@@ -60,9 +60,10 @@ class TurnedQueries(Scorer):
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         block, seen = block.clean(), self._sample(self.asked(seen))
-        length = (block.pos >= 0).sum(-1, dtype=jnp.int32).max(1)  # i32[B]
+        # Positions, not numbers of tokens: a cache that is compressed again has lost tokens between those it holds.
+        end = block.pos.max((1, 2)) + 1  # i32[B]
         asking = seen.pos >= 0
-        behind = jnp.where(asking, (length + self.ahead)[:, None], -1)
+        behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
         readable = still_seen(block, spec.window)[:, :, :, None]
 
@@ -130,7 +131,7 @@ def turned_queries(
     budget: prompt tokens kept per layer and key/value head in the mean, those that always stay included. ahead: tokens
     between the prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that
     always stay. reduce: "max" or "mean" over the queries. stride, last: every so many-th query of this last fraction of
-    the prompt asks, which costs as much less (1 and 1.0: all of them). level: who shares the budget by one ranking of
+    the prompt asks, and costs fall in proportion (1 and 1.0: all). level: who shares the budget by one ranking of
     scores: "model", all heads of all layers, for which it is made; "layer", all heads of a layer; or "head", where
     every head keeps equally many tokens. page: slots of the pages in which heads of unequal length are held, if level
     is not "head". Costs one more attention pass over the prompt, and no run of the model; with level=model bytes are

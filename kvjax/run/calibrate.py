@@ -19,7 +19,7 @@ from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
 from kvjax.core.program import Program
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
@@ -73,8 +73,12 @@ def kind_of(text: str) -> Kind:
     name, _, given = text.partition(":")
     if name not in KINDS:
         raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(KINDS))}")
-    pairs = [pair.partition("=") for pair in given.split(",") if pair]
     known = {f.name for f in dataclasses.fields(KINDS[name])} if dataclasses.is_dataclass(KINDS[name]) else set()
+    # A method has commas of its own, so it takes all that follows.
+    head, method, rest = given.partition("method=")
+    pairs = [pair.partition("=") for pair in (head if "method" in known else given).split(",") if pair]
+    if "method" in known and method:
+        pairs.append(("method", "=", rest))
     for key, _, value in pairs:
         is_text = key in known and isinstance(getattr(KINDS[name], key), str)
         if key not in known or not value or not (is_text or (value.isdecimal() and len(value) <= 10)):
@@ -114,7 +118,14 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
         return prefill(model, ids, counting, capacity=max(map(len, ids)))[1].layers
     # Whatever division the method has of its own, its scores are ranked over the model here.
     ranking = dataclasses.replace(cast(Method, method_of(kind.measured_by)), **level_slots("model", page=16))
-    plan, setting, clock = bind(ranking, model.config), Setting(model.config, model.mesh), Clock()
+    try:
+        plan = bind(ranking, model.config)
+    except IncompatibleMethod as e:
+        raise IncompatibleMethod(
+            f"the tokens of all layers cannot be ranked by {kind.measured_by!r}: give a method that evicts after the "
+            "prompt by scores that layers have on one scale, such as turned_queries, kvzip or snapkv"
+        ) from e
+    setting, clock = Setting(model.config, model.mesh), Clock()
     tokens, lengths = pad(ids)
     lengths, slots = place(model, lengths, "B"), (0,) * len(plan)
     past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)

@@ -61,7 +61,7 @@ def test_the_second_pass_is_the_methods_own(read):
 def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
     model, rows, exact = read
     codec = "int4" if "int4" in method else ""
-    every = exact.under(divisions.compose(divisions.EVERY_TOKEN, codec), 96)
+    every = exact.under(divisions.with_component(divisions.EVERY_TOKEN, codec), 96)
     there = divisions.hidden(every, _masks(exact, method))
     gone = exact.under(method, 96)
     more = [[3, 1, 4, 1, 5, 9], [2, 7, 1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from fractions import Fraction
 
@@ -11,7 +10,7 @@ import pytest
 
 import kvjax
 from docs.generate import equal_bytes as equal_bytes_page
-from experiments import equal_bytes, readme_figure
+from experiments import equal_bytes, equal_bytes_table
 from kvjax import KvjaxError
 
 SMALL = """
@@ -128,21 +127,5 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 
 
 def test_the_table_of_results_is_that_of_the_records():
-    found = readme_figure.points(json.loads(readme_figure.RESULTS.read_text()))
-    assert readme_figure.table(found) in (readme_figure.ROOT / "docs" / "results.md").read_text()
-
-
-def test_the_readmes_picture_names_every_method(tmp_path):
-    found = readme_figure.points(json.loads(readme_figure.RESULTS.read_text()))
-    readme_figure.draw(found, tmp_path / "picture.svg")
-    picture = (tmp_path / "picture.svg").read_text()
-    assert all(f"<!-- {readme_figure.label(point.method)} -->" in picture for point in found)
-
-
-def test_names_in_the_picture_do_not_overlap():
-    assert readme_figure.apart([0.0, 1.0, 20.0], gap=4.5) == [0.0, 4.5, 20.0]
-    found = readme_figure.points(json.loads(readme_figure.RESULTS.read_text()))
-    columns = readme_figure.columns(found)
-    assert sorted(p.method for column in columns for p in column) == sorted(p.method for p in found)
-    ends = [[p.device for p in column] for column in columns]
-    assert all(readme_figure.CLOSE * max(one) <= min(other) for one, other in itertools.pairwise(ends))
+    found = equal_bytes_table.points(json.loads(equal_bytes_table.RESULTS.read_text()))
+    assert equal_bytes_table.table(found) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()

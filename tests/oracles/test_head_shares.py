@@ -202,7 +202,10 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
         ("cake:budget=20,window=4 + head_shares", "slot `shares`.*equally many"),
         ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the slot `apart`"),
         ("snapkv:budget=8,window=2,per=layer + head_shares", "with per='layer' all heads keep the same tokens"),
-        ("snapkv:budget=8,window=2 + kivi + head_shares", "16 slots, which groups of 32 tokens of keys.*use page=32"),
+        (
+            "snapkv:budget=8,window=2 + kivi + head_shares",
+            "16 slots, which groups of 32 tokens of keys.*give page=32 to the method",
+        ),
         ("snapkv:budget=8,window=2 + h2o + head_shares", "a policy takes tokens out"),
     ],
 )

@@ -233,7 +233,7 @@ def test_what_needs_equal_heads_names_the_level(method, says):
         ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
         (
             "snapkv:budget=8,window=2 + kivi + adakv:scope=model",
-            "16 slots, which groups of 32 tokens of keys.*use page=32",
+            "16 slots, which groups of 32 tokens of keys.*give page=32 to the method",
         ),
         (
             kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()),

@@ -82,6 +82,21 @@ def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
     np.testing.assert_allclose(got, few, rtol=1e-5)
 
 
+def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
+    """A cache that is compressed again has lost tokens between those it holds; all of them stay readable."""
+    rng = np.random.default_rng(2)
+    held = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
+    asking = np.arange(492, 500, dtype=np.int32)
+    q, k = rng.normal(size=(len(asking), 8)), rng.normal(size=(len(held), 8))
+    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=8, window=None, rope=Rope(8))
+    block = Block(*(k[None, None].astype(np.float32),) * 2, held[None, None])
+    got = found(TurnedQueries(4), block, Obs(q[None, None, None].astype(np.float32), asking[None]), spec)
+    frequencies = 1 / 10_000 ** (np.arange(4) / 4)
+    there = oracle.rotated(oracle.rotated(q, -asking, frequencies), np.full(8, 504), frequencies)
+    p = np.exp(there @ k.T / np.sqrt(8))
+    np.testing.assert_allclose(got[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
+
+
 @pytest.mark.parametrize("sample", ["", ",stride=4,last=0.5"])
 def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours(sample):
     model, prompts = toy_model(kv_heads=2), [list(range(60)), [5, 9, 5], list(range(30, 70))]

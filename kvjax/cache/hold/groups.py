@@ -98,9 +98,8 @@ class Kivi(Codec):
         if self.axis == "channel" and page % self.group:
             raise IncompatibleMethod(
                 f"slot `apart` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys (slot "
-                f"`k`) do not divide; use page={-(-page // self.group) * self.group} where page={page} is given or "
-                f"the default, as in adakv:page={-(-page // self.group) * self.group}, or "
-                f"kivi:group={math.gcd(page, self.group)}"
+                f"`k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides the "
+                f"heads, or kivi:group={math.gcd(page, self.group)}"
             )
         return PageGroups(self, page)
 

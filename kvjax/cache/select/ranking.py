@@ -36,8 +36,8 @@ class ModelRanking(LayerShares):
     Attributes:
       safe: the fraction of the mean budget that every head keeps in any case, its own best units: AdaKV's safeguard.
       normalise: whether each layer's scores are divided first by the sum of their absolute values, so that layers whose
-        scores are large altogether do not take the budget of the others. Scores that are on a scale of each layer's
-        own, as norms of keys are, can be ranked over the model no other way.
+        scores are large altogether do not take the budget of the others. Norms of keys have a scale of each layer's
+        own, and need it.
     """
 
     safe: float = 0.0
@@ -88,9 +88,9 @@ class ModelRanking(LayerShares):
         if not (scorer.comparable or self.normalise):
             raise IncompatibleMethod(
                 f"scores of {type(scorer).__name__} (slot `select`) are on a scale of each layer's own and cannot be "
-                "ranked over the model as they are; give normalise=true, which divides each layer's scores by their "
-                "sum, or divide the budget within each layer (scope=layer), or take a scorer of attention weights, as "
-                "in 'snapkv:budget=512 + adakv:scope=model'"
+                "ranked over the model as they are; give normalise=true, which divides each layer's scores by the sum "
+                "of their absolute values, or divide the budget within each layer (scope=layer), or take a scorer of "
+                "attention weights, as in 'snapkv:budget=512 + adakv:scope=model'"
             )
         self._check_budget(method.select, layer.spec)
 

@@ -1,0 +1,84 @@
+"""A table of docs/results.md: a choice of methods at a quarter of the bytes in bfloat16, on a real model.
+
+python -m experiments.equal_bytes_table    prints it
+
+It reads what `python -m experiments.equal_bytes --settings experiments/readme.toml` measured; experiments/README.md has
+the whole command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.eval.page.summary import mean_error
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results" / "readme.smollm2.json"
+FULL = "full"
+QUESTIONS = "turns.essays"  # later questions of a conversation, which no method has seen when it compresses
+NEEDLES = "niah.essays"
+TEXT = "ppl"
+
+
+class Point(NamedTuple):
+    """What a method holds and answers."""
+
+    method: str
+    device: float  # percent of the exact cache's bytes, both in bfloat16
+    host: float
+    needles: tuple[float, float | None]  # percent right, and its standard error over contexts
+    questions: tuple[float, float | None]
+    lost: tuple[float, float | None]  # questions beside the exact cache's, in points, paired by context
+    text: tuple[float, float | None]  # bits per byte above the exact cache's, paired
+
+
+def points(document: Mapping[str, Any]) -> list[Point]:
+    """All methods of a document of `experiments.equal_bytes`, from the most bytes on the device to the fewest."""
+
+    def scores(method: str, task: str) -> np.ndarray:
+        by_seed = document["scores"][method][task]
+        return np.concatenate([by_seed[seed] for seed in sorted(by_seed)])
+
+    def point(method: str) -> Point:
+        device, host = (100 * fraction for fraction in document["bfloat16"][method])
+        right = (mean_error(100 * scores(method, task)) for task in (NEEDLES, QUESTIONS))
+        lost = mean_error(100 * (scores(method, QUESTIONS) - scores(FULL, QUESTIONS)))
+        return Point(method, device, host, *right, lost, mean_error(scores(method, TEXT) - scores(FULL, TEXT)))
+
+    found = [point(method) for method in document["scores"]]
+    return sorted(found, key=lambda p: -p.device)
+
+
+def table(found: Sequence[Point]) -> str:
+    """For docs/results.md, in Markdown."""
+    lines = [
+        "| method | device | host | needles | later questions | beside `full` | text, bits per byte |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+
+    def cell(value: tuple[float, float | None], form: str) -> str:
+        mean, error = value
+        return format(mean, form) + ("" if error is None else f" ±{format(error, form).lstrip('+')}")
+
+    for p in found:
+        cells = (cell(p.needles, ".0f"), cell(p.questions, ".0f"), cell(p.lost, "+.0f"), cell(p.text, "+.3f"))
+        lines.append(f"| `{p.method}` | {p.device:.1f}% | {p.host:.1f}% | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="what experiments.equal_bytes summed up")
+    args = p.parse_args()
+    print(table(points(json.loads(args.results.read_text()))))
+
+
+if __name__ == "__main__":
+    main()
