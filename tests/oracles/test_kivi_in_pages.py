@@ -135,7 +135,7 @@ def test_what_pages_hold_is_counted_by_their_codes():
             "in pages of 16 slots, which groups of 32 .*; give page=32 to the method.*, or kivi:group=16",
         ),
         (f"{SNAPKV} + adakv:page=12 + kivi:group=8,residual=8", "give page=16 to the method.*, or kivi:group=4"),
-        (f"{SNAPKV} + adakv:page=1 + kivi:group=4,residual=4", "use adakv:page=4, or kivi:group=1"),
+        (f"{SNAPKV} + adakv:page=1 + kivi:group=4,residual=4", "give page=4 to the method.*, or kivi:group=1"),
         (f"{SNAPKV} + adakv + saq:group=4,every=4", "slot `k`.*mix those of several heads; leave one of them out"),
         (f"{SNAPKV} + adakv + zipcache", "slot `.*leave one of them out"),
     ],
