@@ -293,7 +293,7 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
     assert main(["calibrate", "head_shares:method=", *arguments]) == 2
     assert "head_shares has method=NAME" in capsys.readouterr().err
     assert main(["calibrate", "head_shares:method=keynorm", *arguments]) == 2
-    assert "cannot be ranked over the model" in capsys.readouterr().err
+    assert "cannot be ranked by 'keynorm'" in capsys.readouterr().err
 
 
 def test_an_example_is_a_table():
