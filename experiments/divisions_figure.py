@@ -26,6 +26,7 @@ CURVES = ROOT / "docs" / "quality_against_bytes.png"
 WHERE = ROOT / "docs" / "where_tokens_stay.png"
 DIVISIONS = ("equal", "within a layer", "over the model")
 SHARES = ("1/2", "1/4", "1/8", "1/16")
+NOTHING = 5.0  # percent of the questions
 COLORS = dict(zip(DIVISIONS, ("C3", "C1", "C2"), strict=True))
 
 
@@ -128,10 +129,7 @@ def more_table(results: Results) -> str:
         "| method | device | host | later questions | asked after compression |",
         "|---|---:|---:|---:|---:|",
     ]
-    for setting in results.settings:
-        if setting["group"] == "scorers":
-            continue
-        method = setting["method"]
+    for method in dict.fromkeys(s["method"] for s in results.settings if s["group"] != "scorers"):
         device, host = results.document["bytes"][method]
         cells = (cell(results.scores(method, protocol)) for protocol in ("turns", "alone"))
         lines.append(f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {' | '.join(cells)} |")
@@ -188,12 +186,13 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 
 def draw(results: Results, path: Path, share: str, scorers: Sequence[str]) -> None:
     """Where the tokens stay, and how well the error of attention predicts the answers."""
-    figure = Figure(figsize=(10.0, 3.9), layout="constrained")
+    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+    figure.suptitle(f"{results.document['model']}, {share} of the bytes. Left: one ranking over the model", fontsize=10)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
     for ax, scorer in zip((left, middle), scorers, strict=True):
         kept = results.kept(results.method(scorer, "over the model", share) or "")
         image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=results.document["length"])
-        ax.set_title(f"{scorer}, {share} of the bytes,\nranked over the model", fontsize=9)
+        ax.set_title(f"scores: {scorer.partition(' (')[0]}", fontsize=9)
         ax.set_xlabel("key/value head")
         ax.set_xticks(range(kept.shape[1]))
     left.set_ylabel("layer")
@@ -214,7 +213,9 @@ def _against_errors(ax: Axes, results: Results, share: str) -> None:
             assert scores is not None
             mean, bar = mean_error(scores.tolist())
             ax.errorbar(100 * error, mean, bar, color=COLORS[division], marker="o", capsize=2, lw=1)
-            ax.annotate(scorer.partition(" (")[0], (100 * error, mean), (4, 3), fontsize=7, textcoords="offset points")
+            if mean > NOTHING:  # names of what answers nothing would lie on one another
+                name = scorer.partition(" (")[0]
+                ax.annotate(name, (100 * error, mean), (5, 3), fontsize=7, textcoords="offset points")
     for division in DIVISIONS:
         ax.plot([], [], "o", color=COLORS[division], label=division)
     exact = results.scores("full", "turns")
@@ -222,10 +223,10 @@ def _against_errors(ax: Axes, results: Results, share: str) -> None:
         ax.axhline(exact.mean(), color="0.6", linewidth=0.8, zorder=0)
         ax.annotate("the exact cache", (0.99, exact.mean()), (0, 3), xycoords=("axes fraction", "data"),
                     textcoords="offset points", ha="right", fontsize=7, color="0.4")  # fmt: skip
-    ax.set_xlabel("relative error of attention to the later questions' queries, %")
+    ax.set_xlabel("relative error of attention, later questions' queries, %")
     ax.set_ylabel("later questions answered right, %")
     ax.set(ylim=(-4, 104), yticks=range(0, 101, 20))
-    ax.set_title(f"{share} of the bytes; bars are standard errors over contexts", fontsize=9)
+    ax.set_title("bars are standard errors over contexts", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=8, frameon=False, title="division of the budget", title_fontsize=8)
@@ -238,14 +239,14 @@ def draw_curves(results: Results, path: Path) -> None:
     exact = results.scores("full", "turns")
     assert exact is not None
     ax.axhline(exact.mean(), color="0.6", linewidth=0.8, zorder=0)
-    ax.annotate("the exact cache", (1.0, exact.mean()), (-4, 4), xycoords=("axes fraction", "data"),
-                textcoords="offset points", ha="right", fontsize=8, color="0.4")  # fmt: skip
+    ax.annotate("the exact cache", (0.0, exact.mean()), (6, 4), xycoords=("axes fraction", "data"),
+                textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
     for curve in EVICTION:
         points = sorted(_point(results, m) for m in results.document["bytes"] if curve.holds(m))
         if points:
             device, mean, error = (list(x) for x in zip(*points, strict=True))
-            ax.errorbar(device, mean, error, color=curve.color, ls=curve.style, marker="o", ms=4, capsize=2, lw=1.4,
-                        label=curve.name)  # fmt: skip
+            ax.errorbar(device, mean, error, color=curve.color, ls=curve.style, marker="o", ms=4, capsize=2, lw=1.4)
+            ax.plot([], [], color=curve.color, ls=curve.style, marker="o", ms=4, lw=1.4, label=curve.name)
     for method, name in POINTS.items():
         if method in results.document["bytes"] and results.scores(method, "turns") is not None:
             device, mean, error = _point(results, method)
@@ -264,7 +265,7 @@ def draw_curves(results: Results, path: Path) -> None:
     )
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
-    ax.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    ax.legend(fontsize=7.5, frameon=False, ncols=2, handlelength=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     figure.savefig(path, dpi=150)
 
 
