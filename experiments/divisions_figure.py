@@ -124,15 +124,13 @@ def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
 
 
 def more_table(results: Results) -> str:
-    """The settings that are not of the grid: bytes, and both protocols."""
-    lines = [
-        "| method | device | host | later questions | asked after compression |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    """The settings that are not of the grid, with their bytes."""
+    lines = ["| method | device | host | later questions |", "|---|---:|---:|---:|"]
     for method in dict.fromkeys(s["method"] for s in results.settings if s["group"] != "scorers"):
         device, host = results.document["bytes"][method]
-        cells = (cell(results.scores(method, protocol)) for protocol in ("turns", "alone"))
-        lines.append(f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {' | '.join(cells)} |")
+        lines.append(
+            f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {cell(results.scores(method, 'turns'))} |"
+        )
     return "\n".join(lines)
 
 
