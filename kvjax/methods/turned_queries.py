@@ -60,8 +60,9 @@ class TurnedQueries(Scorer):
 
     def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
         block, seen = block.clean(), self._sample(self.asked(seen))
-        # Positions, not numbers of tokens: a cache that is compressed again has lost tokens between those it holds.
-        end = block.pos.max((1, 2)) + 1  # i32[B]
+        # The newest query is that of the last token, whose place the number of tokens does not tell: a cache that is
+        # compressed again has lost tokens between those it holds.
+        end = seen.pos.max(1) + 1  # i32[B]
         asking = seen.pos >= 0
         behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
