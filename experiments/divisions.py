@@ -382,7 +382,8 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                 every[setting.codec] = exact.under(with_component(EVERY_TOKEN, setting.codec), capacity)
             masks = kept(exact, setting.method, scores[scorer])
             context = hidden(every[setting.codec], masks)
-            found["kept"] = np.stack([np.asarray(m.sum(2)).mean(0) for m in masks]).round(1).tolist()
+            tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
+            found["kept"] = tokens.mean(1).round(1).tolist()
             if asked is not None and not setting.codec:
                 found["errors"] = errors(asked, masks)
         else:

@@ -43,7 +43,8 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
         Prompt(draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * spread[i, None, :, None, None, None].astype(model.dtype))
         for i in range(c.layers)
     ]
-    return Exact(model, tuple(layers), jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size)))
+    lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))
+    return Exact(model, tuple(layers), lengths, logits)
 
 
 def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str]:

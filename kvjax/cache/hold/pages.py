@@ -165,8 +165,8 @@ class Pages(Apart):
 
     def empty_bytes(self, store: Shelves) -> dict[str, int]:
         """Those of pages without an owner; a page of which one slot is filled is held whole."""
-        K = store.pos.shape[1]
-        return self._bytes_beyond(store, [count / K for count in (np.asarray(store.owner) >= 0).sum((1, 2)).tolist()])
+        owned = (np.asarray(store.owner) >= 0).sum((1, 2))
+        return self._bytes_beyond(store, (owned / store.pos.shape[1]).tolist())
 
     def planned_empty_bytes(self, store: Shelves, kept: int, prompt: int) -> dict[str, int]:
         """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
