@@ -91,7 +91,7 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
     Trial("expected_attention:budget=5,sinks=1,future=4", "expected_attention:budget=100,sinks=1", selected(5)),
     formula="score_s = |v_s| mean over a head's query heads of softmax_s(m k_s / sqrt(H) + k_s C k_s / (2 H)), "
     "m = R mean(q), C = R cov(q) R^T of the prompt's bare queries, R = mean of the next rotations",
-    differs="The paper's results and kvpress' leaderboard run it over AdaKV, as 'expected_attention:epsilon=0.01 + "
+    differs="kvpress' evaluation runs it over AdaKV, as 'expected_attention:epsilon=0.01 + "
     "adakv:rule=kvpress' does; alone every head keeps equally many tokens, as under `ExpectedAttentionPress`. "
     "`docs/results.md` has what each division keeps. Statistics are those of a row's own queries as the model makes "
     "them, so models that normalise queries work too, where kvpress computes them from hidden states; tokens that "
@@ -111,11 +111,11 @@ def expected_attention(
 ) -> Method:
     """After the prompt each head keeps the tokens that queries to come are expected to attend to.
 
-    The paper's budgets differ by head: 'expected_attention:epsilon=0.01 + adakv:rule=kvpress'; alone all heads keep
-    equally many. sinks: first tokens, which stay and are left out of all statistics. future: positions ahead that the
-    queries are turned to, in the mean. covariance: whether the queries' spread counts, beside their mean. value_norms,
-    epsilon: scores are (expected attention + epsilon) |v|. These constants are kvpress'. budget, unit, per as in
-    `snapkv`.
+    kvpress' evaluation divides its budget by head: 'expected_attention:epsilon=0.01 + adakv:rule=kvpress'; alone all
+    heads keep equally many. sinks: first tokens, which stay and are left out of all statistics. future: positions ahead
+    that the queries are turned to, in the mean. covariance: whether the queries' spread counts, beside their mean.
+    value_norms, epsilon: scores are (expected attention + epsilon) |v|. These constants are kvpress'. budget, unit, per
+    as in `snapkv`.
     """
     scorer = ExpectedAttention(sinks, future, covariance, value_norms, epsilon)
     return Method(select=selecting(scorer, budget, sinks, unit=unit, per=per))
