@@ -53,10 +53,10 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.methods.strings import method_of
 from kvjax.run import probe, reading
-from kvjax.run.clock import Clock
+from kvjax.run.timing import Timer
 from kvjax.run.exact import Exact, read_exactly
 from kvjax.run.forward import positions
-from kvjax.run.plan import bind
+from kvjax.engine.plan import bind
 from kvjax.run.planned import planned_bytes
 from kvjax.run.prompts import round_up
 
@@ -236,7 +236,7 @@ def repeat(exact: Exact, method: str) -> list[Array]:
     """What the second pass over the prompts says of their tokens, in every layer: f32[B K S]."""
     copies = [reading.Prompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
-    return [p.probed for p in probe.probed(exact.model, exact.ids, copies, exact.lengths, plan, Clock())]
+    return [p.probed for p in probe.probed(exact.model, exact.ids, copies, exact.lengths, plan, Timer())]
 
 
 @functools.partial(jax.jit, static_argnames="layer")

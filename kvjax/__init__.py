@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
     from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
+    from kvjax.engine.sampling import SamplingParams
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
     from kvjax.models.model import Model, load, random_model
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.run.generate import generate, stream, stream_text
     from kvjax.run.planned import planned_bytes
     from kvjax.run.result import Result
-    from kvjax.run.sampling import SamplingParams
 
     __version__: str
 
@@ -84,7 +84,7 @@ _HOMES = {
     "kvjax.run.generate": ("generate", "stream", "stream_text"),
     "kvjax.run.planned": ("planned_bytes",),
     "kvjax.run.result": ("Result",),
-    "kvjax.run.sampling": ("SamplingParams",),
+    "kvjax.engine.sampling": ("SamplingParams",),
 }
 """Where each name at the top is defined: imported when it is first used, since Flax and the passes take a while."""
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kvjax.core import arguments
+from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.files import text_of
-from kvjax.core.program import use_compilation_cache
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs

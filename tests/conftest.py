@@ -8,7 +8,7 @@ import os
 import jax
 import pytest
 
-from kvjax.core import program
+from kvjax.core import compile_cache
 from kvjax.methods.catalogue import RECIPES, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
@@ -42,7 +42,7 @@ def few_programs():
     """A process may hold only so many memory mappings, and each compiled program takes several."""
     yield
     if next(_count) % 8 == 0:
-        program.forget_many(20_000)
+        compile_cache.clear_if_many(20_000)
 
 
 @pytest.fixture

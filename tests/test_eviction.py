@@ -13,9 +13,9 @@ from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import parts_of
 from kvjax.run.by_layer import LAYER
-from kvjax.run.forward import Setting
+from kvjax.engine.forward import Target
 from kvjax.run.passes import Whole, sites
-from kvjax.run.plan import bind
+from kvjax.engine.plan import bind
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.core.types import KvjaxError
 from kvjax.run import forward
 from kvjax.run.by_layer import LAYER_IN_PLACE
-from kvjax.run.decode import LOOPS
+from kvjax.run.session import LOOPS
 from kvjax.run.loop import AFTER, UNTIL
 from kvjax.testing import toy_model
 

@@ -19,7 +19,7 @@ from kvjax.eval import Spec, compare
 from kvjax.methods.identity import identity, identity_now
 from kvjax.methods.strings import named
 from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
-from kvjax.run.plan import specs
+from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 
 

@@ -13,9 +13,10 @@ import pytest
 import kvjax
 from kvjax.core import memory
 from kvjax.core.types import Block, KvjaxError
-from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind
-from kvjax.run.sampling import SamplingParams
+from kvjax.engine.decode import num_draft_tokens
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
+from kvjax.engine.sampling import SamplingParams
 from kvjax.testing import full_copies, toy_model
 
 loop = importlib.import_module("kvjax.run.loop")

@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.core.program import Program
+from kvjax.core.compile_cache import Program
 
 GPUS = {"h200": ("NVIDIA H200", 132)}  # what a file beside this one describes: its name, its multiprocessors
 # There is no TPU to ask about, and none that two processes could want at once.

@@ -26,8 +26,8 @@ from jax.experimental.compilation_cache import compilation_cache
 import kvjax
 from experiments.bench.common import integers, machine, progress, report, table
 from experiments.bench.shapes import SHAPES
-from kvjax.core import program
-from kvjax.run.decode import LOOPS
+from kvjax.core import compile_cache
+from kvjax.run.session import LOOPS
 
 METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
 STAGES = {
@@ -57,7 +57,7 @@ def listened() -> Iterator[dict[str, dict[str, float]]]:
 
 def once(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
     """One `generate` by a process that has forgotten all programs."""
-    program.forget()
+    compile_cache.clear_compiled()
     with listened() as seconds:
         start = time.perf_counter()
         kvjax.generate(model, [PROMPT], method, max_new_tokens=tokens, eos_ids=(), loop=loop)
@@ -77,7 +77,7 @@ def kept_in_a_new_folder() -> Iterator[None]:
     """Compiled programs are, for a while."""
     before = jax.config.jax_compilation_cache_dir
     with tempfile.TemporaryDirectory() as folder:
-        program.use_compilation_cache(Path(folder))
+        compile_cache.use_compilation_cache(Path(folder))
         compilation_cache.reset_cache()
         try:
             yield

@@ -24,7 +24,7 @@ from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError, Method
 from kvjax.models.checkpoint import parameter_shapes
-from kvjax.run.plan import bind
+from kvjax.engine.plan import bind
 
 GIB = 2**30
 CONFIG = MODELS["Mistral-7B"].config

@@ -19,7 +19,7 @@ from kvjax.cache.given import FOLDER
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.methods.catalogue import load_all
 from kvjax.run.calibrate import arrays
-from kvjax.run.plan import specs
+from kvjax.engine.plan import specs
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 from tests.contract import layer

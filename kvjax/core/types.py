@@ -29,6 +29,24 @@ def pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
+def hash_once(cls: type[T]) -> type[T]:
+    """Has a frozen dataclass compute its hash once: `jax.jit` hashes its static arguments at every call."""
+    compute = cls.__hash__
+
+    def __hash__(self: T) -> int:  # noqa: N807 (it becomes the class's own)
+        fields = vars(self)
+        if "_hash" not in fields:
+            fields["_hash"] = compute(self)
+        return fields["_hash"]
+
+    def __getstate__(self: T) -> dict:  # noqa: N807
+        # Hashes of strings differ from process to process.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    cls.__hash__, cls.__getstate__ = __hash__, __getstate__
+    return cls
+
+
 class Partial(NamedTuple):
     """Attention over some slots, not yet normalised: numerator, running maximum, denominator."""
 

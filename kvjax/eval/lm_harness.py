@@ -220,7 +220,7 @@ def main() -> None:
     """lm_eval's own command line, with the model kvjax known to it."""
     from lm_eval.__main__ import cli_evaluate
 
-    from kvjax.core.program import use_compilation_cache
+    from kvjax.core.compile_cache import use_compilation_cache
 
     use_compilation_cache()
     cli_evaluate()

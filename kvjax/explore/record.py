@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.contract import Cache, KVMethod, Layer
 from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array, KvjaxWarning
@@ -21,9 +21,7 @@ from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_cache, own_states
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
-from kvjax.run.by_layer import LayerProgram
 from kvjax.run.context import read
-from kvjax.run.passes import Site
 from kvjax.run.prompts import round_up
 
 
@@ -118,17 +116,15 @@ def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int)
 def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
     """What a watched cache of one row holds: u8[L K C], twice, as `state` has it."""
     layers = zip(cache.plan, cache.layers, strict=True)
-    found = [LOOK(site=Site(layer.own, layer.spec.window), watch=watch) for layer, watch in layers]
+    found = [_look(watch, layer=layer.own) for layer, watch in layers]
     held, off = zip(*found, strict=True)
     return np.stack(jax.device_get(held)), np.stack(jax.device_get(off))
 
 
-def _look(site: Site, watch: Watch) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="layer")
+def _look(watch: Watch, layer: Layer) -> tuple[Array, Array]:
     exact = max(1e-6, float(jnp.finfo(watch.k.dtype).eps) / 8)
-    return state.coded(fates(site.layer, watch.own, watch.came), watch.notes, exact)
-
-
-LOOK = LayerProgram(_look, static=("site",))
+    return state.coded(fates(layer, watch.own, watch.came), watch.notes, exact)
 
 
 def _exact_attention(cache: Cache) -> np.ndarray:

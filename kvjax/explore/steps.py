@@ -8,10 +8,9 @@ import numpy as np
 
 from kvjax.cache.contract import Cache
 from kvjax.core.types import Array
+from kvjax.engine.decode import num_draft_tokens, step
+from kvjax.engine.forward import Target
 from kvjax.models.model import Model
-from kvjax.run import forward
-from kvjax.run.by_layer import Stepper
-from kvjax.run.clock import Clock
 from kvjax.run.context import Context
 from kvjax.run.prompts import place
 
@@ -37,7 +36,7 @@ class Steps:
 
     def then(self, token: int) -> Steps:
         """After one more token, which stands for what the method would decode: it is not told beforehand."""
-        if not forward.guesses(self.cache.plan):
+        if not num_draft_tokens(self.cache.plan):
             out, cache = self._advanced(self.cache, [token], 1)
             return dataclasses.replace(self, cache=cache, last=out[:, 0])
         cache, guess = self.cache, self.guess
@@ -49,4 +48,4 @@ class Steps:
 
     def _advanced(self, cache: Cache, tokens: list[int], commit: int) -> tuple[Array, Cache]:
         given = place(self.model, np.array([tokens], np.int32), "B T")
-        return Stepper(self.model, Clock(), commit).advance(given, cache)
+        return step(self.model.params, given, cache, commit, Target(self.model.config, self.model.mesh))

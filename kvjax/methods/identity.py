@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core import program
+from kvjax.core import compile_cache
 
 OURS = "kvjax"
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -28,7 +28,7 @@ def identity_now(method: Any) -> str:
     """
     now = identity(method)
     if _SEEN.setdefault(method, now) != now:
-        program.forget()
+        compile_cache.clear_compiled()
         _SEEN[method] = now
     return now
 

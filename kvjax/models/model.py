@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.core.arguments import float_type
-from kvjax.core.program import use_compilation_cache
+from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.random import seeded
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint, conversations

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.core.types import Array, KvjaxError, pytree
-from kvjax.run.sampling import Sampler, filtered
+from kvjax.engine.sampling import Sampler, filtered
 
 
 @pytree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,17 +19,15 @@ from kvjax.cache.method import Method
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
-from kvjax.core.program import Program
 from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind, specs
+from kvjax.engine.prefill import measure_layers
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import prefill as prompt_runner
-from kvjax.run import probe, reading
 from kvjax.run.calls import prefill
-from kvjax.run.clock import Clock
-from kvjax.run.forward import Setting
-from kvjax.run.plan import bind, specs
+from kvjax.run.exact import run_exact_prompts
 from kvjax.run.prompts import Prompts, pad, place, token_ids
 
 
@@ -125,23 +124,17 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
             f"the tokens of all layers cannot be ranked by {kind.measured_by!r}: give a method that evicts after the "
             "prompt by scores that layers have on one scale, such as turned_queries, kvzip or snapkv"
         ) from e
-    setting, clock = Setting(model.config, model.mesh), Clock()
     tokens, lengths = pad(ids)
-    lengths, slots = place(model, lengths, "B"), (0,) * len(plan)
-    past = prompt_runner.pieces(model, setting, plan, tokens, lengths, slots, tokens.shape[1], False, clock)
-    prompts = [reading.with_output(model.params, layer, i, past.layers[i]) for i, layer in enumerate(plan)]
-    if any(layer.needs.probe for layer in plan):
-        prompts = probe.probed(model, ids, prompts, lengths, plan, clock)
-    measures = prompt_runner.measured(model, setting, prompts, lengths, plan, clock)
-    every = clock.call(COUNT_LAYERS, measures=measures, lengths=lengths, kind=kind, layer=plan[0])
+    lengths = place(model, lengths, "B")
+    _, prompts = run_exact_prompts(model, plan, place(model, tokens, "B T"), lengths)
+    measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh))
+    every = _count_layers(measures, lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], every) for i in range(len(plan)))
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "layer"))
 def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: Any) -> Any:
     return kind.count_layers(layer, measures, lengths)
-
-
-COUNT_LAYERS = Program(_count_layers, static=("kind", "layer"))
 
 
 def calibrate(

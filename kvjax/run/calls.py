@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import functional
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import arguments
-from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine import decode as engine_decode
+from kvjax.engine.decode import num_draft_tokens
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
 from kvjax.models.model import Model
-from kvjax.run import by_layer, forward, limits
-from kvjax.run import prefill as prompt_runner
-from kvjax.run.clock import Clock
+from kvjax.run import limits
+from kvjax.run.compiled import compiled_for
 from kvjax.run.filled import checked
-from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind
+from kvjax.run.prompt_runner import run_prompts
 from kvjax.run.prompts import Prompts, pad, place, round_up, token_ids
+from kvjax.run.timing import Timer
 
-UNCACHED = Program(forward.uncached, static=("setting",))
+_uncached = jax.jit(functional.logits, static_argnames="config")
 
 
 def logits(model: Model, ids: Prompts) -> Array:
     """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
     tokens, lengths = pad(token_ids(model, ids))
     limits.check_result(model, *tokens.shape)
-    out = UNCACHED(params=model.params, tokens=place(model, tokens, "B T"), setting=Setting(model.config, model.mesh))
+    with Timer().timed():
+        out = jax.block_until_ready(_uncached(model.params, place(model, tokens, "B T"), config=model.config))
     return out[:, : int(lengths.max())]
 
 
@@ -60,7 +65,7 @@ def prefill(
     """
     ids = token_ids(model, ids)
     capacity = room(ids, capacity, 0 if capacity is not None else 128)
-    return prompt_runner.run(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
+    return run_prompts(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
 
 
 def fresh_inputs(
@@ -121,10 +126,21 @@ def extend_padded(
     """`extend` of lists of ids, padded to a width, so that rows of many lengths share one program."""
     args = fresh_inputs(model, ids, cache, width=width)
     marks = _marks(ids, decoded)
-    if guesses(cache.plan) and any(map(any, marks)):
-        told = [[not d for d in row[1:]] + [False] for row in marks]
-        args["told"] = place(model, pad(told, args["tokens"].shape[1])[0] > 0, "B T")
-    return by_layer.extend(model, **args, cache=cache, clock=Clock())
+    if num_draft_tokens(cache.plan) and any(map(any, marks)):
+        known = [[not d for d in row[1:]] + [False] for row in marks]
+        args["next_is_known"] = place(model, pad(known, args["tokens"].shape[1])[0] > 0, "B T")
+    return extend_timed(model, cache, Timer(), **args)
+
+
+def extend_timed(model: Model, cache: Cache, timer: Timer, tokens: Array, **more: Any) -> tuple[Array, Cache]:
+    """`kvjax.engine.decode.extend`, timed; the given cache stays usable."""
+    drafts = num_draft_tokens(cache.plan)
+    rows, in_a_pass = tokens.shape[0], (1 + drafts if drafts else tokens.shape[1])
+    shared, owned = (compiled_for(model, rows * in_a_pass, in_place=in_place) for in_place in (False, True))
+    more |= {"compiled": shared, "compiled_after_first": owned}
+    with timer.timed():
+        out = engine_decode.extend(model.params, tokens, cache, Target(model.config, model.mesh), **more)
+        return jax.block_until_ready(out)
 
 
 def _marks(ids: Sequence[Sequence[int]], decoded: bool | Sequence[Sequence[bool]]) -> list[list[bool]]:

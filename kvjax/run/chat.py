@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.cache.contract import KVMethod
+from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.models.conversations import Messages
 from kvjax.models.model import Model
 from kvjax.run.generate import generate
 from kvjax.run.result import Result
-from kvjax.run.sampling import SamplingParams, chosen_sampling
 from kvjax.run.stops import Stop
 
 

@@ -17,17 +17,17 @@ from kvjax.cache.states import as_one, as_rows
 from kvjax.core import arguments
 from kvjax.core.shown import table
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine.plan import bind
+from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run import calls, limits, save, shared, splice, states
-from kvjax.run import prefill as prompt_runner
-from kvjax.run.clock import Clock
-from kvjax.run.decode import Decoding, decoding
-from kvjax.run.plan import bind
+from kvjax.run.prompt_runner import run_prompts
 from kvjax.run.prompts import Prompts, round_up, token_ids
 from kvjax.run.result import Result, joined
-from kvjax.run.sampling import SamplingParams, chosen_sampling
+from kvjax.run.session import DecodeSession, start_decoding
 from kvjax.run.stops import Stop
+from kvjax.run.timing import Timer
 
 ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
 
@@ -105,7 +105,7 @@ class Context:
         loop: str | None = None,
         first_row: int = 0,
         use_up: bool = False,
-    ) -> Decoding:
+    ) -> DecodeSession:
         """Decoding behind each row, under way: to be advanced in slices, looked into, and timed; as `generate` has it.
 
         first_row: the number of the first row; each draws by `seed` and its own. use_up: it works on the context's own
@@ -116,7 +116,7 @@ class Context:
         arguments.integer("max_new_tokens", max_new_tokens)
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
         params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        return decoding(
+        return start_decoding(
             self.model,
             self.last,
             self.cache,
@@ -290,11 +290,11 @@ class Context:
         follows, -1 for none; needed where there are several. room: tokens per row that may follow. What comes out may
         be shared again. On a mesh one prefix is shared, as many equal rows as the mesh divides: of=[0, 0, ..].
         """
-        ids, clock = token_ids(self.model, documents), Clock()
+        ids, timer = token_ids(self.model, documents), Timer()
         own = getattr(self.method, "own", self.method) if method is None else method_of(method)
         behind = Behind(self.method, own)
-        last, cache = shared.read_behind(self.model, self.cache, behind, ids, of, room, clock)
-        return Context(self.model, cache, last, behind, clock.running)
+        last, cache = shared.read_behind(self.model, self.cache, behind, ids, of, room, timer)
+        return Context(self.model, cache, last, behind, timer.run_seconds)
 
     def _before_feeding(self, cache: Cache) -> Context:
         """A context of which it is not known what comes next."""
@@ -338,7 +338,7 @@ def read(
     room: tokens per row that may follow; or capacity: all tokens per row. chunk: read so many tokens at a time. width:
     what rows are padded to, so that documents of similar length share one compiled program. progress: show a bar.
     """
-    ids, clock = token_ids(model, documents), Clock()
+    ids, timer = token_ids(model, documents), Timer()
     longest = max(map(len, ids))
     if capacity is None:
         capacity = longest + arguments.integer("room", room, 0)
@@ -348,9 +348,9 @@ def read(
         capacity = max(capacity, width)
     method = method_of(method)
     plan = bind(method, model.config)
-    more = {"chunk": chunk, "width": width, "progress": progress, "clock": clock}
-    last, cache = prompt_runner.run(model, plan, ids, capacity, **more)
-    context = Context(model, cache, last, method, clock.running)
+    more = {"chunk": chunk, "width": width, "progress": progress, "timer": timer}
+    last, cache = run_prompts(model, plan, ids, capacity, **more)
+    context = Context(model, cache, last, method, timer.run_seconds)
     limits.warn_of_no_saving(method, context.bytes)
     return context
 

@@ -6,22 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import KVMethod, Needs, slots_of
+from kvjax.cache.contract import Cache, KVMethod, Needs, slots_of
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine.forward import Plan, Target, outer_params
+from kvjax.engine.layer_prompt import LayerPrompt, select_queries
+from kvjax.engine.plan import bind
+from kvjax.engine.prefill import compress_prompts, run_exactly
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import by_layer, limits
-from kvjax.run import prefill as prompt_runner
-from kvjax.run.clock import Clock
+from kvjax.run import limits
+from kvjax.run.compiled import compiled_for
 from kvjax.run.context import Context, read
-from kvjax.run.forward import Plan, Setting
-from kvjax.run.plan import bind, make_cache
+from kvjax.run.prompt_runner import replay_prompts
 from kvjax.run.prompts import Prompts, pad, place, token_ids
-from kvjax.run.reading import Prompt, shown
+from kvjax.run.timing import Timer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +35,7 @@ class Exact:
     """
 
     model: Model
-    prompts: tuple[Prompt, ...]  # one per layer: k, v [B K S H], and all queries [B K G S H], or none of them
+    prompts: tuple[LayerPrompt, ...]  # one per layer: k, v [B K S H], and all queries [B K G S H], or none of them
     lengths: Array  # i32[B]
     last: Array  # f32[B V], the logits of each row's last token
     ids: Sequence[Sequence[int]] | None = None
@@ -48,14 +51,14 @@ class Exact:
         if any(n.chunk or n.pattern or n.hidden or n.output or n.probe for n in (layer.needs for layer in plan)):
             return self._read_again(method, capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
-        slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
-        limits.check_prompts(model, plan, lengths, slots, capacity, width, width)
+        num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+        limits.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
-        clock, lengths = Clock(), jnp.copy(self.lengths)
-        setting = Setting(model.config, model.mesh)
-        layers = prompt_runner.encoded(model, setting, prompts, lengths, plan, slots, capacity, clock)
-        cache = make_cache(model, plan, layers, lengths, capacity)
-        return Context(model, cache, self.last, method, clock.running)
+        timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
+        with timer.timed():
+            layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
+        cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name)
+        return Context(model, cache, self.last, method, timer.run_seconds)
 
     def _read_again(self, method: KVMethod, capacity: int) -> Context:
         if self.ids is None:
@@ -65,16 +68,16 @@ class Exact:
             )
         return read(self.model, self.ids, method, capacity=capacity)
 
-    def _wanted(self, layer: int, plan: Plan) -> Prompt:
+    def _wanted(self, layer: int, plan: Plan) -> LayerPrompt:
         """The layer's prompt with those queries that its method looks at."""
         k, v, q = self.prompts[layer][:3]
         if plan[layer].needs.queries != 0 and not q.shape[3]:
             raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
-        return Prompt(k, v, shown(plan[layer], q, 0, self.lengths) if q.shape[3] else q)
+        return LayerPrompt(k, v, select_queries(plan[layer], q, 0, self.lengths) if q.shape[3] else q)
 
 
 @dataclasses.dataclass(frozen=True)
-class _AllQueries:
+class AllQueries:
     """A layer that only asks the decoder for all of a prompt's queries, and is never asked for a state."""
 
     needs: Needs = Needs(queries=None)
@@ -82,13 +85,23 @@ class _AllQueries:
 
 def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> Exact:
     """Runs documents, texts or lists of ids, in full attention, once; width: what rows are padded to."""
-    ids, plan = token_ids(model, documents), (_AllQueries(),) * model.config.layers
+    ids, plan = token_ids(model, documents), (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
-    lengths, setting, clock = place(model, lengths, "B"), Setting(model.config, model.mesh), Clock()
-    slots = (0,) * len(plan)
-    past = prompt_runner.pieces(model, setting, cast(Plan, plan), tokens, lengths, slots, tokens.shape[1], False, clock)
-    last = by_layer.logits(model, past.last, clock)
-    return Exact(model, past.layers, lengths, last, ids)
+    lengths = place(model, lengths, "B")
+    last, prompts = run_exact_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
+    return Exact(model, tuple(prompts), lengths, last, ids)
+
+
+def run_exact_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
+    """Runs prompts i32[B T] of lengths i32[B]: logits of each last token f32[B V], and what each layer observes."""
+    compiled, target = (
+        compiled_for(model, tokens.size, in_place=True, logits_of=len(tokens)),
+        Target(model.config, model.mesh),
+    )
+    with Timer().timed():
+        more = {"replay_prompts": replay_prompts(model, plan), "compiled": compiled}
+        hidden, prompts = run_exactly(model.params, tokens, lengths, plan, target, **more)
+        return jax.block_until_ready((compiled.unembed(outer_params(model.params), hidden, target=target), prompts))
 
 
 def held_in_full(context: Context) -> Exact:
@@ -103,5 +116,5 @@ def of_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array
     """Given keys and values [B K S H] of every layer, in rows of lengths i32[B]; without queries and logits."""
     B, c = lengths.shape[0], model.config
     none = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    prompts = tuple(Prompt(k, v, none) for k, v in pairs)
+    prompts = tuple(LayerPrompt(k, v, none) for k, v in pairs)
     return Exact(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core.types import KvjaxError
+from kvjax.engine.plan import bind
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
-from kvjax.run.plan import bind
 
 
 def checked(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:

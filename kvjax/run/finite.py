@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from kvjax.core.attention import causal
-from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine.positions import token_positions
+from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
-from kvjax.run.forward import Setting, apply, positions
 from kvjax.run.prompts import pad, place
 
 STEPS = ("attention_norm", "attention", "mlp_norm", "mlp")
@@ -54,7 +55,7 @@ def _first(model: Model, row: list[int]) -> str:
         if not bool(jnp.isfinite(x).all()):
             return f"in the parameter {path}"
     tokens = place(model, pad([row])[0][:, : len(row)], "B T")
-    sound = SOUND(params=model.params, tokens=tokens, setting=Setting(model.config, model.mesh))
+    sound = _sound(model.params, tokens, config=model.config)
     order = [(f"layer_{i}", step) for i in range(model.config.layers) for step in (*STEPS, "")]
     for layer, step in order:
         if not bool(sound["/".join(filter(None, (layer, step)))]):
@@ -62,24 +63,23 @@ def _first(model: Model, row: list[int]) -> str:
     return "" if bool(sound["final_norm"]) else "those of final_norm"
 
 
-def _sound(params: Any, tokens: Array, setting: Setting) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames="config")
+def _sound(params: Any, tokens: Array, config: Config) -> dict[str, Array]:
     """Whether all numbers that a module of the decoder gives are finite and can be squared, by the module's path."""
-    named = {"final_norm", *STEPS, *(f"layer_{i}" for i in range(setting.config.layers))}
+    named = {"final_norm", *STEPS, *(f"layer_{i}" for i in range(config.layers))}
 
     def attend(i: int, q: Array, k: Array, v: Array, x: Array):
-        return causal(q, k, v, window=setting.config.window(i)), None
+        return causal(q, k, v, window=config.window(i)), None
 
     def wanted(module: nn.Module, method: str) -> bool:
         return module.name in named and method == "__call__"
 
     more = {"capture_intermediates": wanted, "mutable": ["intermediates"]}
-    _, seen = apply(params, setting, tokens, positions(tokens), attend, Decoder.__call__, **more)
+    decoder = Decoder(config, params["embedding"].dtype)
+    _, seen = decoder.apply({"params": params}, tokens, token_positions(tokens), attend, **more)
     outputs = flatten_dict(seen["intermediates"], sep="/")
     return {path.removesuffix("/__call__"): _fits(jax.tree.leaves(x)[0]) for path, x in outputs.items()}
 
 
 def _fits(x: Array) -> Array:
     return jnp.isfinite(jnp.square(x.astype(jnp.float32)).mean(-1)).all()
-
-
-SOUND = Program(_sound, static=("setting",))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import jax
-
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
+from kvjax.engine.plan import bind
+from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
-from kvjax.run import by_layer, calls, limits, stops
-from kvjax.run import prefill as prompt_runner
-from kvjax.run.clock import Clock
-from kvjax.run.decode import Decoding, chosen_loop, decoding
+from kvjax.run import calls, limits, stops
 from kvjax.run.filled import checked
 from kvjax.run.finite import check_finite
-from kvjax.run.plan import bind
+from kvjax.run.prompt_runner import run_prompts
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
-from kvjax.run.sampling import SamplingParams, chosen_sampling
+from kvjax.run.session import DecodeSession, chosen_loop, start_decoding
 from kvjax.run.stops import Stop
+from kvjax.run.timing import Timer
 
 
 def start(
@@ -41,26 +39,25 @@ def start(
     capacity: int | None = None,
     cache: Cache | None = None,
     loop: str | None = None,
-) -> Decoding:
+) -> DecodeSession:
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
     params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     loop = chosen_loop(loop, stop, max_new_tokens)
-    ids, stop, clock = token_ids(model, prompts), stops.strings(model, stop), Clock()
+    ids, stop, timer = token_ids(model, prompts), stops.strings(model, stop), Timer()
     if cache is None:
         plan = bind(method, model.config)
-        last, filled = prompt_runner.run(model, plan, ids, calls.room(ids, capacity, max_new_tokens), clock=clock)
+        last, filled = run_prompts(model, plan, ids, calls.room(ids, capacity, max_new_tokens), timer=timer)
         check_finite(model, ids, last)
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         checked(model, cache, method)
         args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
-        with clock.timed():
-            out, filled = jax.block_until_ready(by_layer.extend(model, **args, cache=cache, clock=clock))
+        out, filled = calls.extend_timed(model, cache, timer, **args)
         last = calls.at_row_ends(out, ids)
-    return decoding(
-        model, last, filled, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, loop=loop, clock=clock
+    return start_decoding(
+        model, last, filled, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, loop=loop, timer=timer
     )
 
 

@@ -14,10 +14,10 @@ from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError, KvjaxWarning
+from kvjax.engine.forward import Plan
 from kvjax.methods.strings import name_of
 from kvjax.models.config import LARGEST, Config
 from kvjax.models.model import Model
-from kvjax.run.forward import Plan
 from kvjax.run.planned import bytes_of
 
 SHORTEN = "shorten the text, or use a method that is made for endless text, such as infllm"

@@ -1,8 +1,9 @@
-"""The decode loop: one step serves loops that are one program, and steps that run layer by layer."""
+"""The decode loop with end-of-sequence ids: one step, for loops that are one program and for steps that are not."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,138 +11,104 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import Cache
-from kvjax.core import product
-from kvjax.core.program import Program
 from kvjax.core.types import Array, pytree
-from kvjax.models.model import Model
-from kvjax.run import passes
-from kvjax.run.by_layer import Stepper
-from kvjax.run.clock import Clock
-from kvjax.run.forward import Setting
-from kvjax.run.sampling import Sampler, row_keys, sample
+from kvjax.engine import decode
+from kvjax.engine.forward import PLAIN, Compiled, Target
+from kvjax.engine.sampling import Sampler, row_keys, sample
 
 
 @pytree
-class Carry:
-    """The decode loop's state: `token` has been sampled and is in `out`, but not in the cache yet."""
+class DecodeState:
+    """The decode loop's state: the token `tokens[:, 0]` has been drawn and is in `out`, but not in the cache yet."""
 
-    cache: Cache
-    token: Array  # i32[B]
+    cache: Cache | None
+    tokens: Array  # i32[B 1|2], what the next step runs: the last token, and a draft of the next for a method with one
     out: Array  # i32[B M], -1 where nothing was generated
-    done: Array  # bool[B], the row has produced an end-of-sequence id
+    done: Array  # bool[B], the sequence has produced an end-of-sequence id
     i: Array  # i32[], columns of `out` that are filled
-    keys: Array  # one per row
+    keys: Array  # one per sequence
     eos: Array  # i32[E]
-    guess: Array | None = None  # i32[B], for a method that guesses: what may come after `token`
 
 
+@functools.partial(jax.jit, static_argnames="num_tokens")
 def begin(
-    logits: Array, cache: Cache, key: Array, eos: Array, sampler: Sampler, length: int, first_row: Array | int = 0
-) -> Carry:
-    """The first token, from the prefill's logits f32[B V]; `length` is M, the most tokens to generate.
+    logits: Array, key: Array, eos: Array, sampler: Sampler, num_tokens: int, first_row: Array | int = 0
+) -> DecodeState:
+    """Draws the first token.
 
-    first_row: the number i32[] of the first row, by which it draws.
+    Args:
+      logits: f32[B V], of the prompts' last tokens.
+      key: of the random numbers.
+      eos: i32[E], ids that end a sequence.
+      sampler: how tokens are drawn.
+      num_tokens: the most to generate, this one included.
+      first_row: i32[], the number by which the first sequence draws.
+
+    Returns:
+      The state, still without the cache.
     """
-    keys = row_keys(key, logits.shape[0], first_row)
-    out = jnp.full((logits.shape[0], length), -1, jnp.int32)
-    done = jnp.zeros(logits.shape[0], bool)
-    return _emit(Carry(cache, out[:, 0], out, done, jnp.int32(0), keys, eos), logits, sampler)
+    B = logits.shape[0]
+    out = jnp.full((B, num_tokens), -1, jnp.int32)
+    keys = row_keys(key, B, first_row)
+    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos)
+    return _draw_next(state, logits[:, None], sampler)
 
 
-def step(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
-    """One token for every row; beside a guess where the method wants one, which is never kept."""
-    logits, cache = passes.advance(params, fed(carry), carry.cache, setting, 1)
-    return dataclasses.replace(after(carry, logits, sampler), cache=cache)
+def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:
+    """Decodes one token of every sequence; a draft that it carries leaves no trace in the cache."""
+    logits, cache = decode.step(params, state.tokens, state.cache, 1, target, compiled=compiled)
+    return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
 
 
-def fed(carry: Carry) -> Array:
-    """i32[B 1|2]: what a step reads, each row's token, and its guess where there is one."""
-    return jnp.stack([carry.token] if carry.guess is None else [carry.token, carry.guess], 1)
+def draft_first(
+    params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN
+) -> DecodeState:
+    """Before the first step: drafts what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
+    drafted = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
+    return dataclasses.replace(state, tokens=drafted, cache=cache)
 
 
-def after(carry: Carry, logits: Array, sampler: Sampler) -> Carry:
-    """The next token and guess, from a step's logits f32[B 1|2 V]; the cache is left as it was."""
-    if carry.guess is not None:
-        carry = dataclasses.replace(carry, guess=_draw(carry, logits[:, 1], carry.i + 1, sampler))
-    return _emit(carry, logits[:, 0], sampler)
+def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
+    """Steps until `limit` columns are filled or all sequences are done."""
+
+    def goes_on(state: DecodeState) -> Array:
+        return (state.i < limit) & ~state.done.all()
+
+    return lax.while_loop(goes_on, lambda state: step(params, state, sampler, target), state)
 
 
-def look_ahead(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
-    """Before the first step: guesses what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
-    logits, cache = passes.advance(params, carry.token[:, None], carry.cache, setting, 0)
-    return dataclasses.replace(guessed(carry, logits, sampler), cache=cache)
-
-
-def guessed(carry: Carry, logits: Array, sampler: Sampler) -> Carry:
-    """The first guess, from the logits f32[B 1 V] of the first token."""
-    return dataclasses.replace(carry, guess=_draw(carry, logits[:, 0], carry.i, sampler))
-
-
-def _draw(carry: Carry, logits: Array, column: Array, s: Sampler) -> Array:
-    """The tokens of one column. A guess for a column is drawn with its randomness: equal logits give equal tokens."""
-    with jax.named_scope("sample"):
-        return sample(s, logits, jax.vmap(jax.random.fold_in, (0, None))(carry.keys, column))
-
-
-def _emit(carry: Carry, logits: Array, s: Sampler) -> Carry:
-    token = _draw(carry, logits, carry.i, s)
-    shown = jnp.where(carry.done, -1, token)
-    out = lax.dynamic_update_slice(carry.out, shown[:, None], (0, carry.i))
-    done = carry.done | (token[:, None] == carry.eos[None]).any(-1)
-    return dataclasses.replace(carry, token=token, out=out, done=done, i=carry.i + 1)
-
-
-def decode_until(params: Any, carry: Carry, limit: Array, sampler: Sampler, setting: Setting) -> Carry:
-    """Steps until `limit` columns are filled or all rows are done."""
-
-    def more(carry: Carry) -> Array:
-        return (carry.i < limit) & ~carry.done.all()
-
-    return lax.while_loop(more, lambda carry: step(params, carry, sampler, setting), carry)
-
-
-def decode_fixed(params: Any, carry: Carry, sampler: Sampler, setting: Setting) -> Carry:
+def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until all M columns are filled, whatever the tokens."""
 
-    def body(carry: Carry, _: None) -> tuple[Carry, None]:
-        return step(params, carry, sampler, setting), None
+    def run_step(state: DecodeState, _: None) -> tuple[DecodeState, None]:
+        return step(params, state, sampler, target), None
 
-    return lax.scan(body, carry, length=carry.out.shape[1] - 1)[0]
-
-
-def _for_steps(params: Any, carry: Carry, setting: Setting, **_: Any) -> dict[str, str]:
-    rows, config = len(carry.token) * (1 if carry.guess is None else 2), setting.config
-    return product.options(rows, config.width, params["embedding"].dtype, config.tie_embeddings)
+    return lax.scan(run_step, state, length=state.out.shape[1] - 1)[0]
 
 
-BEGIN = Program(begin, static=("length",), donate=("cache",))
-BEGIN_BESIDE = Program(begin, static=("length",))
-LOOK_AHEAD = Program(look_ahead, static=("setting",), donate=("carry",))
-UNTIL = Program(decode_until, static=("setting",), donate=("carry",), options=_for_steps)
-FIXED = Program(decode_fixed, static=("setting",), donate=("carry",), options=_for_steps)
-AFTER = Program(after)
-GUESSED = Program(guessed)
+def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
+    """The next token and draft, from a step's logits f32[B 1|2 V]; the state comes and goes without its cache."""
+    token = _draw(state.keys, state.i, logits[:, 0], sampler)
+    shown = jnp.where(state.done, -1, token)
+    out = lax.dynamic_update_slice(state.out, shown[:, None], (0, state.i))
+    done = state.done | (token[:, None] == state.eos[None]).any(-1)
+    tokens = token[:, None]
+    if logits.shape[1] == 2:
+        # A draft is drawn with the randomness of its column: equal logits give the token that will be drawn there.
+        tokens = jnp.stack([token, _draw(state.keys, state.i + 1, logits[:, 1], sampler)], 1)
+    return dataclasses.replace(state, tokens=tokens, out=out, done=done, i=state.i + 1)
 
 
-class ByLayer:
-    """Steps of one batch layer by layer; the carry that goes in is used up."""
+def _draw(keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
+    """The tokens i32[B] of one column, from its logits f32[B V]."""
+    with jax.named_scope("sample"):
+        return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
 
-    def __init__(self, model: Model, sampler: Sampler, clock: Clock):
-        self._sampler, self._clock = sampler, clock
-        self._ahead = Stepper(model, clock, 0, in_place=True)
-        self._steps = Stepper(model, clock, 1, in_place=True)
 
-    def look_ahead(self, carry: Carry) -> Carry:
-        """As `look_ahead`."""
-        logits, cache = self._ahead.advance(carry.token[:, None], carry.cache)
-        return self._then(GUESSED, carry, logits, cache)
+draw_next = jax.jit(_draw_next)
 
-    def step(self, carry: Carry) -> Carry:
-        """As `step`."""
-        logits, cache = self._steps.advance(fed(carry), carry.cache)
-        return self._then(AFTER, carry, logits, cache)
 
-    def _then(self, program: Program, carry: Carry, logits: Array, cache: Cache) -> Carry:
-        without = dataclasses.replace(carry, cache=None)
-        carry = self._clock.start(program, carry=without, logits=logits, sampler=self._sampler)
-        return dataclasses.replace(carry, cache=cache)
+@jax.jit
+def _draw_first_draft(tokens: Array, keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
+    return jnp.stack([tokens[:, 0], _draw(keys, column, logits[:, 0], sampler)], 1)

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache.contract import KVMethod
-from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core import arguments
-from kvjax.core.attention import attend_dense, merge
-from kvjax.core.program import Program
-from kvjax.core.types import Array, Block, KvjaxError, Partial
-from kvjax.models.decoder import Decoder
+from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.engine.forward import Target, embed_at, layer_calls, outer_params, run_layers
+from kvjax.engine.layer_prompt import LayerPrompt, prompt_of_inputs
+from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
 from kvjax.models.model import Model
-from kvjax.run import forward
 from kvjax.run.calls import room as capacity_for
+from kvjax.run.compiled import compiled_for
 from kvjax.run.context import ROOM, Context
-from kvjax.run.exact import Exact
-from kvjax.run.forward import Setting
-from kvjax.run.prompts import Prompts, pad, round_up, token_ids
-from kvjax.run.reading import Prompt
+from kvjax.run.exact import AllQueries, Exact
+from kvjax.run.prompts import Prompts, round_up, token_ids
+from kvjax.run.timing import Timer
 
 
 def read_packed(
@@ -61,23 +61,19 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")
     width = round_up(longest if width is None else width)
     places = packed([len(row) for row in ids], width)
-    last, prompts = PACKED(
-        params=model.params,
-        **_rows(ids, places, width),
-        place=Place(*(jnp.asarray(x, jnp.int32) for x in zip(*places, strict=True))),
-        lengths=jnp.asarray([len(row) for row in ids], jnp.int32),
-        setting=Setting(model.config),
-        longest=round_up(longest),
-    )
-    _, lengths = pad(ids)
-    return Exact(model, prompts, jnp.asarray(lengths), last, ids)
-
-
-class Place(NamedTuple):
-    """Where prompts lie: which row, and from which place in it on."""
-
-    row: Array
-    start: Array
+    tokens, pos, prompt_ids = _rows(ids, places, width)
+    rows, starts = (jnp.asarray(x, jnp.int32) for x in zip(*places, strict=True))
+    lengths = jnp.asarray([len(row) for row in ids], jnp.int32)
+    mode = PackedPrefill(pos, prompt_ids, rows, starts, lengths, round_up(longest))
+    plan, target = (AllQueries(),) * model.config.layers, Target(model.config)
+    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(ids))
+    with Timer().timed():
+        hidden, angles = _embed_at(outer_params(model.params), tokens, pos, target=target)
+        calls, nothing = layer_calls(plan, model.config), (None,) * len(plan)
+        hidden, prompts = run_layers(model.params, hidden, angles, mode, calls, nothing, target, compiled)
+        hidden = _take(hidden, rows, starts + lengths - 1)
+        last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
+    return Exact(model, prompts, lengths, last, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +85,43 @@ class OwnPrompt:
     def sees(self, s: Array, t: Array) -> Array:
         """Whether both are of one prompt."""
         return s // self.width == t // self.width
+
+
+@pytree
+class PackedPrefill(ForwardMode):
+    """Runs rows of several short prompts, and gives each prompt its own keys, values and queries (Prepacking)."""
+
+    pos: Array  # i32[R T], of each token in its prompt, -1 for padding
+    prompt_ids: Array  # i32[R T], the prompt of each token
+    rows: Array  # i32[B], where each prompt lies
+    starts: Array  # i32[B]
+    lengths: Array  # i32[B]
+    longest: int = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, LayerPrompt, Any]:
+        width = self.pos.shape[1]
+        # A position that counts the prompt too: differences within a prompt stay, and the pattern tells prompts apart.
+        row_pos = jnp.where(self.pos >= 0, self.prompt_ids * width + self.pos, -1)
+        block = Block(inputs.k, inputs.v, row_pos[:, None])
+        out = attend_all(inputs.q, row_pos, block, call.window, OwnPrompt(width))
+        at = jnp.minimum(self.starts[:, None] + jnp.arange(self.longest, dtype=jnp.int32)[None], width - 1)
+
+        def unpack(x: Array, axis: int) -> Array:
+            """[R .. T ..] -> [B .. S ..]"""
+            return jnp.moveaxis(jnp.moveaxis(x, axis, 1)[self.rows[:, None], at], 1, axis)
+
+        own = inputs._replace(q=unpack(inputs.q, 3), k=unpack(inputs.k, 2), v=unpack(inputs.v, 2))
+        return out, prompt_of_inputs(call.layer, own, self.lengths), cross_layer
+
+
+_embed_at = jax.jit(embed_at, static_argnames="target")
+
+
+@jax.jit
+def _take(hidden: Array, row: Array, at: Array) -> Array:
+    return hidden[row, at]
 
 
 def packed(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
@@ -105,49 +138,11 @@ def packed(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
     return places
 
 
-def _rows(ids: Sequence[Sequence[int]], places: Sequence[tuple[int, int]], width: int) -> dict[str, Array]:
+def _rows(ids: Sequence[Sequence[int]], places: Sequence[tuple[int, int]], width: int) -> tuple[Array, ...]:
     """Tokens, their positions in their prompts (-1 for none), and the numbers of these prompts, each i32[P T]."""
     shape = (1 + max(row for row, _ in places), width)
     tokens, pos, prompt = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     for number, (one, (row, start)) in enumerate(zip(ids, places, strict=True)):
         at = slice(start, start + len(one))
         tokens[row, at], pos[row, at], prompt[row, at] = one, np.arange(len(one)), number
-    return {"tokens": jnp.asarray(tokens), "pos": jnp.asarray(pos), "prompt": jnp.asarray(prompt)}
-
-
-def _packed(
-    params: object,
-    tokens: Array,
-    pos: Array,
-    prompt: Array,
-    place: Place,
-    lengths: Array,
-    setting: Setting,
-    longest: int,
-) -> tuple[Array, tuple[Prompt, ...]]:
-    """Rows of several prompts -> (logits of each prompt's last token f32[B V], the prompts' keys, values, queries)."""
-    width = tokens.shape[1]
-    counted = jnp.where(pos >= 0, prompt * width + pos, -1)
-    slot = place.start[:, None] + jnp.arange(longest, dtype=jnp.int32)[None]
-    slot = jnp.minimum(slot, width - 1)
-
-    def own(x: Array) -> Array:
-        """[P K T H] -> [B K S H]."""
-        return jnp.moveaxis(x[place.row[:, None], :, slot], 1, 2)
-
-    def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, Prompt]:
-        block = Block(k, v, counted[:, None])
-
-        def in_prompt(q: Array, q_pos: Array) -> Partial:
-            return attend_dense(q, block, q_pos, setting.config.window(i), OwnPrompt(width))
-
-        out = merge([by_query_blocks(in_prompt, q, counted, 128)])
-        B, K, G, T, H = q.shape
-        queries = own(q.reshape(B, K * G, T, H)).reshape(-1, K, G, longest, H)
-        return out, Prompt(own(k), own(v), queries)
-
-    hidden, prompts = forward.apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.__call__)
-    return forward.unembed(params, hidden[place.row, place.start + lengths - 1], setting), prompts
-
-
-PACKED = Program(_packed, static=("setting", "longest"))
+    return jnp.asarray(tokens), jnp.asarray(pos), jnp.asarray(prompt)

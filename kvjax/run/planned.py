@@ -16,10 +16,10 @@ from kvjax.cache.select.shares import SHARED_ROUNDING
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine.forward import Plan
+from kvjax.engine.plan import bind
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.run.forward import Plan
-from kvjax.run.plan import bind
 from kvjax.run.prompts import round_up
 
 LONGEST = 2**24

@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.contract import Cache
-from kvjax.core.program import Program
 from kvjax.core.types import Array, pytree
-from kvjax.run import passes
+from kvjax.engine.decode import step as advance
+from kvjax.engine.forward import Target
+from kvjax.engine.sampling import Sampler, sample
 from kvjax.run.acceptance import Shift, judge
-from kvjax.run.forward import Setting
 from kvjax.run.loop import begin
-from kvjax.run.sampling import Sampler, sample
 from kvjax.run.states import cropped
 
-Settings = tuple[Setting, Setting]  # of the verifier and of the draft
+Targets = tuple[Target, Target]  # of the verifier and of the draft
 
 
 @pytree
@@ -52,14 +51,15 @@ def start(
     logits: Array, verifier: Cache, draft: Cache, key: Array, eos: Array, sampler: Sampler, length: int
 ) -> Rounds:
     """The first token, from the logits f32[B V] of the verifier's prompt; length: M, the most tokens to generate."""
-    first = begin(logits, verifier, key, eos, sampler, length)
-    none = jnp.zeros_like(first.token)
+    first = begin(logits, key, eos, sampler, num_tokens=length)
+    token = first.tokens[:, 0]
+    none = jnp.zeros_like(token)
     return Rounds(
-        verifier=first.cache,
+        verifier=verifier,
         draft=draft,
-        token=first.token,
+        token=token,
         out=first.out,
-        made=jnp.ones_like(first.token),
+        made=jnp.ones_like(token),
         ended=first.done,
         accepted=none,
         drafted=none,
@@ -71,32 +71,32 @@ def start(
 
 
 def one_round(
-    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, settings: Settings
+    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, targets: Targets
 ) -> Rounds:
     """Drafts `ahead` tokens of every open row, judges them, and adds those accepted and one more."""
-    drafted, logits, draft = _propose(draft_params, rounds, sampler, ahead, settings[1])
+    drafted, logits, draft = _propose(draft_params, rounds, sampler, ahead, targets[1])
     tokens = jnp.concatenate([rounds.token[:, None], drafted], 1)
-    real = jnp.broadcast_to(rounds.open[:, None], tokens.shape)
-    verified, verifier = passes.advance(params, tokens, rounds.verifier, settings[0], ahead + 1, real)
+    lengths = jnp.where(rounds.open, ahead + 1, 0)
+    verified, verifier = advance(params, tokens, rounds.verifier, ahead + 1, targets[0], lengths)
     with jax.named_scope("accept"):
         columns = rounds.made[:, None] + jnp.arange(ahead, dtype=jnp.int32)[None]
         uniform = jax.vmap(jax.vmap(_uniform, (None, 0)))(rounds.keys, columns)
         accepted, rest = judge(sampler, how, verified, logits, drafted, uniform)
         last = jax.vmap(_instead)(rounds.keys, rounds.made + accepted, accepted == ahead, jnp.log(rest))
     rejected = jnp.where(rounds.open, ahead - accepted, 0)
-    verifier, first = _take_back(verifier, rejected, settings[0])
-    draft, second = _take_back(draft, rejected, settings[1])
+    verifier, first = _take_back(verifier, rejected, targets[0])
+    draft, second = _take_back(draft, rejected, targets[1])
     stuck = jnp.stack([first, second])
     return _emit(dataclasses.replace(rounds, verifier=verifier, draft=draft, stuck=stuck), drafted, accepted, last)
 
 
-def _propose(params: Any, rounds: Rounds, sampler: Sampler, ahead: int, setting: Setting) -> tuple[Array, Array, Cache]:
+def _propose(params: Any, rounds: Rounds, sampler: Sampler, ahead: int, target: Target) -> tuple[Array, Array, Cache]:
     """(tokens i32[B A], the logits that they were drawn from f32[B A V], the draft's cache with all of them)."""
-    real = rounds.open[:, None]
+    lengths = rounds.open.astype(jnp.int32)
 
     def step(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], tuple[Array, Array]]:
         token, cache = carry
-        logits, cache = passes.advance(params, token[:, None], cache, setting, 1, real)
+        logits, cache = advance(params, token[:, None], cache, 1, target, lengths)
         # Drawn with the randomness of its column, as `generate` draws it: from equal logits comes the same token.
         token = sample(sampler, logits[:, 0], jax.vmap(jax.random.fold_in)(rounds.keys, rounds.made + i))
         return (token, cache), (token, logits[:, 0])
@@ -119,10 +119,10 @@ def _instead(key: Array, column: Array, all_accepted: Array, logp: Array) -> Arr
     return jax.random.categorical(key, logp).astype(jnp.int32)
 
 
-def _take_back(cache: Cache, count: Array, setting: Setting) -> tuple[Cache, Array]:
+def _take_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array]:
     """(the cache without the last count i32[B] tokens of each row, whether that was impossible)."""
     bound = [count > layer.undoable(state) for layer, state in zip(cache.plan, cache.layers, strict=True)]
-    layers = cropped(cache.layers, count, cache.plan, setting.config.kv_heads, setting.mesh)
+    layers = cropped(cache.layers, count, cache.plan, target.config.kv_heads, target.mesh)
     return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(bound).any()
 
 
@@ -149,7 +149,7 @@ def _emit(rounds: Rounds, drafted: Array, accepted: Array, last: Array) -> Round
 
 
 def all_rounds(
-    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, settings: Settings
+    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, targets: Targets
 ) -> Rounds:
     """Rounds until no row is open, or a cache cannot go back."""
 
@@ -157,10 +157,6 @@ def all_rounds(
         return rounds.open.any() & ~rounds.stuck.any()
 
     def body(rounds: Rounds) -> Rounds:
-        return one_round(params, draft_params, rounds, sampler, how, ahead, settings)
+        return one_round(params, draft_params, rounds, sampler, how, ahead, targets)
 
     return lax.while_loop(more, body, rounds)
-
-
-START = Program(start, static=("length",), donate=("verifier", "draft"))
-ROUNDS = Program(all_rounds, static=("ahead", "settings"), donate=("rounds",))

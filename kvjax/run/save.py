@@ -20,12 +20,12 @@ from kvjax.cache.shared import Shared, SharedState
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine.plan import bind
 from kvjax.methods.identity import identity, is_ones_own
 from kvjax.methods.strings import method_of, name_of, parts_of
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.run import archive
-from kvjax.run.plan import bind, make_cache
 from kvjax.run.planned import abstract_state
 from kvjax.run.prompts import BUCKET, place
 
@@ -50,7 +50,8 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
         )
     layers = _layers(model, method, header, found, path)
     last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
-    return method, make_cache(model, bind(method, model.config), layers, length, header["capacity"]), last
+    plan = bind(method, model.config)
+    return method, Cache(layers, length, header["capacity"], plan, model.config, model.dtype.name), last
 
 
 def _code(method: KVMethod) -> str:

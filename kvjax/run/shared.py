@@ -6,26 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.contract import Cache, slots_of
-from kvjax.cache.shared import Behind, Shared, members_of, moved
+from kvjax.cache.shared import Behind, Shared, members_of
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes, named, per_device
 from kvjax.core.observe import Obs
-from kvjax.core.program import Program
-from kvjax.core.types import Array, Block, KvjaxError
-from kvjax.models.decoder import Decoder, pick
+from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
+from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
+from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.plan import bind
+from kvjax.engine.prefill import take_last
 from kvjax.models.model import Model
-from kvjax.run import forward, reading
-from kvjax.run.clock import Clock
+from kvjax.run.compiled import compiled_for
 from kvjax.run.filled import checked
-from kvjax.run.forward import Plan, Setting
-from kvjax.run.plan import bind, make_cache
 from kvjax.run.prompts import pad, place, round_up
-from kvjax.run.reading import Prompt
+from kvjax.run.timing import Timer
 
 
 def read_behind(
@@ -35,7 +34,7 @@ def read_behind(
     ids: Sequence[Sequence[int]],
     of: Sequence[int] | None,
     room: int,
-    clock: Clock,
+    timer: Timer,
 ) -> tuple[Array, Cache]:
     """Documents, lists of ids, behind the rows of a cache: (logits of each row's last token f32[B V], their cache).
 
@@ -49,24 +48,48 @@ def read_behind(
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
     own = capacity - int(before.min())  # no row's own tokens are more
-    slots = tuple(slots_of(layer, tuple(lengths.tolist()), own) for layer in plan)
+    num_slots = tuple(slots_of(layer, tuple(lengths.tolist()), own) for layer in plan)
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own))
     one = (len(shared) == 1 or model.mesh is not None) and (which == 0).all()
     if model.mesh is not None and not one:
         raise KvjaxError("on a mesh all rows share one prefix, row 0; read each group of rows as a batch of its own")
-    last, layers = clock.call(
-        BEHIND,
-        params=model.params,
-        tokens=place(model, tokens, "B T"),
-        lengths=place(model, lengths.astype(np.int32), "B"),
-        before=place(model, before.astype(np.int32), "B"),
-        prefix=prefix.layers if model.mesh is None else _first_row(prefix, model.mesh),
-        members=None if one else members_of(which, len(shared)),
-        setting=Setting(model.config, model.mesh),
-        plan=plan,
-        slots=slots,
-    )
-    return last, make_cache(model, plan, layers, place(model, (before + lengths).astype(np.int32), "B"), capacity)
+    members = None if one else members_of(which, len(shared))
+    lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
+    mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, model.mesh)
+    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(ids))
+    states = prefix.layers if model.mesh is None else _first_row(prefix, model.mesh)
+    outer = outer_params(model.params)
+    with timer.timed():
+        hidden, angles, _ = embed(outer, place(model, tokens, "B T"), before, lengths, target=target)
+        calls = layer_calls(plan, model.config, num_slots)
+        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target, compiled)
+        last = compiled.unembed(outer, take_last(hidden, lengths), target=target)
+        length = before + lengths
+        jax.block_until_ready((last, layers, length))
+    return last, Cache(layers, length, capacity, plan, model.config, model.dtype.name)
+
+
+@pytree
+class PrefillAfterPrefix(ForwardMode):
+    """Runs prompts after prefixes that are held once for many prompts (Hydragen), and compresses what is their own."""
+
+    lengths: Array  # i32[B], of the prompts without their prefixes
+    prefix_lengths: Array  # i32[B]
+    members: Array | None  # i32[P M], the prompts that follow each prefix, -1 unused; None: all follow the only one
+
+    def attend(
+        self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, Any, Any]:
+        layer: Shared = call.layer
+        prompt = prompt_of_inputs(layer, inputs, self.lengths)
+        block, observation = observed_block(layer, prompt, self.lengths)
+
+        def begin(prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: Block, seen: Obs | None) -> Any:
+            return layer.begin(prefix, prefix_lengths, members, q, block, seen, call.num_slots)
+
+        run = per_device(begin, *inputs.q.shape[:2], mesh)
+        out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
+        return out, state, cross_layer
 
 
 def _chosen(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
@@ -93,36 +116,3 @@ def _first_row(prefix: Cache, mesh: Mesh) -> tuple[Any, ...]:
         return jax.device_put(row, sharding.with_memory_kind(x.sharding.memory_kind))
 
     return jax.tree.map(one, prefix.layers)
-
-
-def _behind(
-    params: Any,
-    tokens: Array,
-    lengths: Array,
-    before: Array,
-    prefix: tuple[Any, ...],
-    members: Array | None,
-    setting: Setting,
-    plan: Plan,
-    slots: tuple[int, ...],
-) -> tuple[Array, tuple[Any, ...]]:
-    """Tokens i32[B T] behind before i32[B] shared ones -> (logits of the last tokens f32[B V], the layers' states)."""
-
-    def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, Any]:
-        layer: Shared = plan[i]
-        queries, hidden = reading.shown(layer, q, 0, lengths), x[:, None] if layer.needs.hidden else None
-        prompt = reading.with_output(params, layer, i, Prompt(k, v, queries, hidden))
-        block, seen = reading.seen_by(layer, prompt, lengths)
-
-        def run(prefix: Any, before: Array, members: Array | None, q: Array, block: Block, seen: Obs | None):
-            return layer.begin(prefix, before, members, q, block, seen, slots[i])
-
-        spread = per_device(run, tokens.shape[0], setting.config.kv_heads, setting.mesh)
-        return spread(prefix[i], before, members, q, block, seen)
-
-    pos = moved(forward.positions(tokens, lengths), before)
-    hidden, layers = forward.apply(params, setting, tokens, jnp.maximum(pos, 0), attend, Decoder.__call__)
-    return forward.unembed(params, pick(hidden, lengths[:, None] - 1)[:, 0], setting), layers
-
-
-BEHIND = Program(_behind, static=("setting", "plan", "slots"))

@@ -18,19 +18,22 @@ from kvjax.cache.contract import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
+from kvjax.engine.decode import num_draft_tokens
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
+from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.run import calls, stops
-from kvjax.run import prefill as prompt_runner
 from kvjax.run.acceptance import Shift, shift
-from kvjax.run.clock import Clock
-from kvjax.run.forward import Setting, guesses
-from kvjax.run.plan import bind
+from kvjax.run.compiled import jit_with
+from kvjax.run.prompt_runner import run_prompts
 from kvjax.run.prompts import Prompts, token_ids
 from kvjax.run.result import Result
-from kvjax.run.rounds import ROUNDS, START, Rounds
-from kvjax.run.sampling import SamplingParams, chosen_sampling
+from kvjax.run.rounds import Rounds, all_rounds
+from kvjax.run.rounds import start as start_rounds
 from kvjax.run.states import cropped, mesh_of, offered
+from kvjax.run.timing import Timer
 
 REMEDY = "take one that only appends, token by token, such as 'full', 'int4' or 'quest:budget=256'"
 
@@ -99,18 +102,18 @@ def speculate(
     how = shift(transfer, alpha)
     arguments.integer("ahead", ahead)
     arguments.integer("max_new_tokens", max_new_tokens)
-    drafter, clock = draft_model or model, Clock()
+    drafter, timer = draft_model or model, Timer()
     ids = token_ids(model, prompts)
     draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts)
     _check_alike(model, drafter, ids, draft_ids)
     extra = max_new_tokens + ahead  # a last round may feed so many more than are wanted
-    _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", clock)
-    last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", clock)
-    read_seconds, first = clock.running, {"logits": last, "verifier": cache, "draft": guessing}
+    _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", timer)
+    last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", timer)
+    read_seconds, first = timer.run_seconds, {"logits": last, "verifier": cache, "draft": guessing}
     sizes = {"ahead": ahead, "length": max_new_tokens}
-    rounds = _decoded(model, drafter, first, params, how, clock, **sizes, eos_ids=eos_ids)
+    rounds = _decoded(model, drafter, first, params, how, timer, **sizes, eos_ids=eos_ids)
     _check_never_stuck(rounds, draft, method)
-    return _result(model, rounds, read_seconds, clock)
+    return _result(model, rounds, read_seconds, timer)
 
 
 def _decoded(
@@ -119,7 +122,7 @@ def _decoded(
     first: dict[str, Any],
     params: SamplingParams,
     how: Shift,
-    clock: Clock,
+    timer: Timer,
     *,
     ahead: int,
     length: int,
@@ -127,10 +130,12 @@ def _decoded(
 ) -> Rounds:
     """All rounds, from what both have read."""
     eos, s = stops.end_ids(model, eos_ids), params.sampler()
-    rounds = clock.call(START, **first, key=seeded(params.seed), eos=eos, sampler=s, length=length)
-    settings = Setting(model.config, model.mesh), Setting(drafter.config, drafter.mesh)
-    both = {"params": model.params, "draft_params": drafter.params, "settings": settings}
-    return clock.call(ROUNDS, **both, rounds=rounds, sampler=s, how=how, ahead=ahead)
+    targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
+    both = {"params": model.params, "draft_params": drafter.params, "targets": targets}
+    run_rounds = jit_with(all_rounds, ("ahead", "targets"), ("rounds",))
+    with timer.timed():
+        rounds = start_rounds(**first, key=seeded(params.seed), eos=eos, sampler=s, length=length)
+        return jax.block_until_ready(run_rounds(**both, rounds=rounds, sampler=s, how=how, ahead=ahead))
 
 
 def _check_alike(model: Model, drafter: Model, ids: list[list[int]], draft_ids: list[list[int]]) -> None:
@@ -147,13 +152,13 @@ def _check_alike(model: Model, drafter: Model, ids: list[list[int]], draft_ids: 
 
 
 def _read(
-    model: Model, method: str | KVMethod, ids: list[list[int]], capacity: int, role: str, clock: Clock
+    model: Model, method: str | KVMethod, ids: list[list[int]], capacity: int, role: str, timer: Timer
 ) -> tuple[Array, Cache]:
     """Prompts under a method that can give tokens back: (logits of each row's last token f32[B V], cache)."""
     plan, named = bind(method, model.config), f"{role}={name_of(method_of(method))!r}"
-    if guesses(plan):
+    if num_draft_tokens(plan):
         raise IncompatibleMethod(f"{named} already guesses ahead by itself at each step; {REMEDY}")
-    last, cache = prompt_runner.run(model, plan, ids, capacity, clock=clock)
+    last, cache = run_prompts(model, plan, ids, capacity, timer=timer)
     try:
         _check_goes_back(cache)
     except IncompatibleMethod as error:
@@ -180,7 +185,7 @@ def _check_never_stuck(rounds: Rounds, draft: str | KVMethod, method: str | KVMe
             )
 
 
-def _result(model: Model, rounds: Rounds, read_seconds: float, clock: Clock) -> Speculation:
+def _result(model: Model, rounds: Rounds, read_seconds: float, timer: Timer) -> Speculation:
     tokens = [row[row >= 0].tolist() for row in np.asarray(rounds.out)]
     return Speculation(
         tokens=tokens,
@@ -188,8 +193,8 @@ def _result(model: Model, rounds: Rounds, read_seconds: float, clock: Clock) -> 
         finish_reasons=["stop" if ended else "length" for ended in np.asarray(rounds.ended)],
         bytes=state_bytes(rounds.verifier),
         prefill_seconds=read_seconds,
-        decode_seconds=clock.running - read_seconds,
-        compile_seconds=clock.compiling,
+        decode_seconds=timer.run_seconds - read_seconds,
+        compile_seconds=timer.compile_seconds,
         decode_steps=int(rounds.count),
         rows=len(tokens),
         accepted=np.asarray(rounds.accepted).tolist(),

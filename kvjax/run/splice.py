@@ -9,9 +9,11 @@ so an edit is exact in the first layer and near in those above. Unverified: no c
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -20,7 +22,6 @@ from kvjax.cache.contract import Cache, Layer
 from kvjax.cache.states import Editable
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
-from kvjax.core.program import Program
 from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.model import Model
@@ -51,7 +52,7 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     if not tail.any():
         return before
     count = jnp.asarray(tail, jnp.int32)
-    layers = MOVED(
+    layers = _moved(
         layers=cache.layers,
         before=before.layers,
         count=count,
@@ -91,6 +92,7 @@ def _check(start: np.ndarray, stop: np.ndarray, held: np.ndarray, new: np.ndarra
         )
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "width", "rope", "heads", "mesh"))
 def _moved(
     layers: tuple[Any, ...],
     before: tuple[Any, ...],
@@ -111,9 +113,6 @@ def _moved(
         return per_device(run, count.shape[0], heads, mesh)(state, before, count, shift)
 
     return tuple(map(one, plan, layers, before))
-
-
-MOVED = Program(_moved, static=("plan", "width", "rope", "heads", "mesh"))
 
 
 def _last(block: Block, count: Array, width: int) -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from kvjax.cache.contract import Cache, Layer
 from kvjax.cache.states import KEEP, as_one, as_rows
 from kvjax.core import arguments
 from kvjax.core.mesh import check_divides, per_device
-from kvjax.core.program import Program
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
 
 
@@ -40,10 +40,11 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
                 f"{held[row] - undoable[row]} tokens or more; {KEEP}"
             )
     fewer = jnp.asarray(count, jnp.int32)
-    layers = CROP(layers=cache.layers, count=fewer, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
+    layers = cropped(cache.layers, fewer, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
     return dataclasses.replace(cache, layers=layers, length=cache.length - fewer)
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "heads", "mesh"))
 def cropped(layers: tuple[Any, ...], count: Array, plan: tuple[Layer, ...], heads: int, mesh: Mesh | None) -> tuple:
     """The states of all layers without the last count i32[B] tokens of each row, which can be taken back."""
 
@@ -51,9 +52,6 @@ def cropped(layers: tuple[Any, ...], count: Array, plan: tuple[Layer, ...], head
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(one, plan, layers))
-
-
-CROP = Program(cropped, static=("plan", "heads", "mesh"))
 
 
 def rows(cache: Cache, which: Sequence[int]) -> Cache:

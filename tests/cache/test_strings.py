@@ -15,7 +15,7 @@ from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, RECIPES, load_all
 from kvjax.methods.kcache import TopV
 from kvjax.methods.strings import split_many
 from kvjax.parts import recipe
-from kvjax.run.plan import bind
+from kvjax.engine.plan import bind
 from kvjax.testing import toy_model
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.given import FOLDER, Given
 from kvjax.cache.tables import KINDS, Kind, table
 from kvjax.core.types import KvjaxError
 from kvjax.methods.catalogue import load_all
-from kvjax.run.plan import specs
+from kvjax.engine.plan import specs
 from tests.contract import layer, test_devices
 
 load_all()

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.core import product, program
 from kvjax.core.product import WITHOUT_PACKING
-from kvjax.core.program import Program
+from kvjax.core.compile_cache import Program
 from kvjax.core.types import KvjaxError
 from kvjax.run.by_layer import LAYER_IN_PLACE
 from kvjax.testing import toy_model
@@ -52,7 +52,7 @@ def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch
     second = Program(lambda x: x + 2)
     np.testing.assert_array_equal(second(x=jnp.zeros(3)), np.full(3, 2))
     assert second._done and not first._done
-    program.forget()
+    compile_cache.clear_compiled()
     assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == want
 
 

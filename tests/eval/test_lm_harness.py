@@ -225,7 +225,7 @@ def test_a_whole_run_of_local_tasks(tasks):
 
 def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):
     seen = {}
-    monkeypatch.setattr("kvjax.core.program.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("kvjax.core.compile_cache.use_compilation_cache", lambda: None)
     own = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
     monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: seen.update(kwargs))

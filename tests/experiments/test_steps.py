@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from experiments.bench import absent, process, steps
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.core.program import Program
+from kvjax.core.compile_cache import Program
 from kvjax.run.loop import UNTIL
 
 PROGRAM = """HloModule made_by_hand

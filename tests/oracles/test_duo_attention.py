@@ -18,7 +18,7 @@ from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.duo_attention import Streaming
-from kvjax.run.plan import specs
+from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv

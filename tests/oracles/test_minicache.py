@@ -21,7 +21,7 @@ from kvjax.core.types import Block, KvjaxError
 from kvjax.models.config import Config
 from kvjax.run import devices, reading
 from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.reading import Prompt
+from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle

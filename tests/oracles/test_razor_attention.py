@@ -19,7 +19,7 @@ from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
 from kvjax.methods.razor_attention import Compensation, Razor
 from kvjax.run.calibrate import calibrate
-from kvjax.run.plan import specs
+from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction

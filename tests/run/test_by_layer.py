@@ -12,9 +12,9 @@ import pytest
 import kvjax
 from kvjax.cache.contract import LayerSpec, NumberRead, unnumbered
 from kvjax.run import by_layer, passes, prefill
-from kvjax.run.clock import Clock
-from kvjax.run.forward import Setting
-from kvjax.run.plan import bind
+from kvjax.run.timing import Timer
+from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]
@@ -84,7 +84,7 @@ def test_a_step_is_that_of_one_program(method):
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
     tokens = last.argmax(-1).astype(jnp.int32)[:, None]
     traced = jax.jit(passes.advance, static_argnames=("setting", "commit"))
-    one, other, steps = cache, cache, by_layer.Stepper(model, Clock(), 1)
+    one, other, steps = cache, cache, by_layer.Stepper(model, Timer(), 1)
     for _ in range(3):
         want, one = traced(model.params, tokens, one, Setting(model.config), 1)
         got, other = steps.advance(tokens, other)
@@ -119,7 +119,7 @@ def test_a_layer_is_found_in_whatever_holds_it():
 def test_a_step_in_place_copies_no_host_buffer():
     model = toy_model()
     _, cache = kvjax.prefill(model, PROMPTS, "specache:bits=1,group=8,residual=8,topk=3", capacity=64)
-    steps = by_layer.Stepper(model, Clock(), 1, in_place=True)
+    steps = by_layer.Stepper(model, Timer(), 1, in_place=True)
     shape = cache.layers[0].k.data.shape
     steps.advance(jnp.zeros((2, 2), jnp.int32), cache)  # each row's token and its guess
     assert len(steps.programs) == 2 + model.config.layers

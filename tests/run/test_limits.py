@@ -13,7 +13,7 @@ from kvjax import KvjaxError
 from kvjax.core import memory
 from kvjax.core.types import KvjaxWarning
 from kvjax.run import limits
-from kvjax.run.clock import Clock
+from kvjax.run.timing import Timer
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, max_positions=64)
@@ -67,7 +67,7 @@ def test_running_out_of_memory_is_an_error_with_a_remedy():
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
     with pytest.raises(KvjaxError, match="not enough memory .*9 bytes.*fewer or shorter prompts"):
-        Clock().call(Greedy())
+        Timer().call(Greedy())
 
 
 @pytest.mark.parametrize(

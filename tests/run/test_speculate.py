@@ -16,7 +16,7 @@ from kvjax.models.sharding import param_shardings
 from kvjax.run import acceptance
 from kvjax.run.acceptance import chances, moved, shift
 from kvjax.run.rounds import ROUNDS
-from kvjax.run.sampling import SamplingParams
+from kvjax.engine.sampling import SamplingParams
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 

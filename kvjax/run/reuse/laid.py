@@ -6,15 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.types import Array, KvjaxError
+from kvjax.engine.forward import Target
+from kvjax.engine.layer_prompt import LayerPrompt
+from kvjax.run.compiled import compiled_for
 from kvjax.run.exact import Exact
-from kvjax.run.forward import Setting
 from kvjax.run.prompts import Prompts, pad, token_ids
-from kvjax.run.reading import Prompt
-from kvjax.run.reuse.partly import PARTLY, Choice, Source
+from kvjax.run.reuse.partly import Choice, Source, prefill_partly
+from kvjax.run.timing import Timer
 
 
 class Span(NamedTuple):
@@ -66,17 +69,12 @@ def again(read: Exact, laid: Laid, count: np.ndarray, worth: np.ndarray | None, 
         raise KvjaxError("chunks are put together on one device; load the model without a mesh")
     tokens, lengths = pad(laid.ids)
     rows, slots = (pad([[place[i] for place in row] for row in laid.source], tokens.shape[1])[0] for i in (0, 1))
-    last, layers, at = PARTLY(
-        params=model.params,
-        tokens=jnp.asarray(tokens),
-        lengths=jnp.asarray(lengths),
-        prompts=tuple(Prompt(p.k, p.v, p.q[:, :, :, :0]) for p in read.prompts),
-        source=Source(jnp.asarray(rows), jnp.asarray(slots)),
-        choice=Choice(jnp.asarray(count, jnp.int32), None if worth is None else jnp.asarray(worth, jnp.float32)),
-        setting=Setting(model.config, model.mesh),
-        layer=layer,
-        most=int((count + lengths - laid.reused).max()),
-    )
-    c = model.config
-    none = jnp.zeros((len(tokens), c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    return Exact(model, tuple(Prompt(k, v, none) for k, v in layers), jnp.asarray(lengths), last), at
+    known = [LayerPrompt(p.k, p.v, p.q[:, :, :, :0]) for p in read.prompts]
+    source = Source(jnp.asarray(rows), jnp.asarray(slots))
+    choice = Choice(jnp.asarray(count, jnp.int32), None if worth is None else jnp.asarray(worth, jnp.float32))
+    lengths, most = jnp.asarray(lengths), int((count + lengths - laid.reused).max())
+    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(tokens))
+    arguments = model.params, jnp.asarray(tokens), lengths, known, source, choice, Target(model.config)
+    with Timer().timed():
+        last, prompts, at = jax.block_until_ready(prefill_partly(*arguments, layer, most, compiled))
+    return Exact(model, prompts, lengths, last), at

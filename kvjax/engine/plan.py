@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvjax.cache.contract import Cache, KVMethod, LayerSpec
+from kvjax.cache.contract import KVMethod, LayerSpec
 from kvjax.core import memory
-from kvjax.core.types import Array
+from kvjax.engine.forward import Plan
 from kvjax.methods.strings import method_of
 from kvjax.models.config import Config
-from kvjax.models.model import Model
-from kvjax.run.forward import Plan
 
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:
@@ -29,12 +25,7 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
     )
 
 
-def make_cache(model: Model, plan: Plan, layers: tuple[Any, ...], length: Array, capacity: int) -> Cache:
-    """The cache of a model: its layers' states, tokens per sequence i32[B], and room for `capacity` of them."""
-    return Cache(layers, length, capacity, plan, model.config, model.dtype.name)
-
-
-def bind(method: str | KVMethod | None, config: Config) -> Plan:
+def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
     """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model."""
     method = method_of(method)
     if method.traits.host:

@@ -1,0 +1,155 @@
+"""New tokens on a cache, and the greedy or sampled decode loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.contract import Cache
+from kvjax.core.types import Array
+from kvjax.engine.forward import (
+    PLAIN,
+    Compiled,
+    Plan,
+    Target,
+    embed,
+    layer_calls,
+    outer_params,
+    run_layers,
+    scan_if_traced,
+)
+from kvjax.engine.modes import Decode
+from kvjax.engine.sampling import Sampler, row_keys, sample
+from kvjax.models.decoder import Angles
+
+
+def num_draft_tokens(plan: Plan) -> int:
+    """Draft tokens that each step carries beside the true one (SpeCache: 1)."""
+    return max(layer.needs.guesses for layer in plan)
+
+
+def step(
+    params: Any,
+    tokens: Array,
+    cache: Cache,
+    commit: int,
+    target: Target,
+    lengths: Array | None = None,
+    compiled: Compiled = PLAIN,
+) -> tuple[Array, Cache]:
+    """Runs new tokens in one pass, and keeps the first `commit` of them.
+
+    Args:
+      params: the decoder's parameters.
+      tokens: i32[B T], padded on the right.
+      cache: what the tokens follow.
+      commit: static; tokens beyond it are drafts and leave no trace.
+      target: model configuration and mesh.
+      lengths: i32[B], how many tokens of each sequence are real; None for all.
+      compiled: the functions that run a layer and make logits.
+
+    Returns:
+      Logits f32[B T V], which mean nothing for padding, and the new cache.
+    """
+    outer = outer_params(params)
+    hidden, angles, pos, length = _begin_step(outer, tokens, cache.length, lengths, commit=commit, target=target)
+    calls = layer_calls(cache.plan, target.config)
+    hidden, states = run_layers(params, hidden, angles, Decode(pos, commit), calls, cache.layers, target, compiled)
+    return compiled.unembed(outer, hidden, target=target), dataclasses.replace(cache, layers=states, length=length)
+
+
+@functools.partial(jax.jit, static_argnames=("commit", "target"))
+def _begin_step(
+    params: Any, tokens: Array, length: Array, lengths: Array | None, commit: int, target: Target
+) -> tuple[Array, Angles, Array, Array]:
+    """Hidden vectors, angles and positions as `embed` has them, and the cache's length i32[B] after the step."""
+    hidden, angles, pos = embed(params, tokens, length, lengths, target=target)
+    return hidden, angles, pos, length + (commit if lengths is None else jnp.minimum(commit, lengths))
+
+
+def extend(
+    params: Any,
+    tokens: Array,
+    cache: Cache,
+    target: Target,
+    lengths: Array | None = None,
+    next_is_known: Array | None = None,
+    compiled: Compiled = PLAIN,
+    compiled_after_first: Compiled | None = None,
+) -> tuple[Array, Cache]:
+    """Runs further tokens of every sequence, and keeps them.
+
+    A method that drafts (SpeCache) is fed the tokens one at a time, each with a draft of the next: the given token
+    where `next_is_known`, else the model's prediction.
+
+    Args:
+      params: the decoder's parameters.
+      tokens: i32[B T], padded on the right.
+      cache: what the tokens follow.
+      target: model configuration and mesh.
+      lengths: i32[B], how many tokens of each sequence are real; None for all.
+      next_is_known: bool[B T], None for all; see above.
+      compiled: the functions that run a layer and make logits.
+      compiled_after_first: those of the second and later steps, whose cache nobody else holds.
+
+    Returns:
+      Logits f32[B T V], which mean nothing for padding, and a new cache.
+    """
+    B, T = tokens.shape
+    if not num_draft_tokens(cache.plan):
+        return step(params, tokens, cache, T, target, lengths, compiled)
+    lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
+    first, cache = step(params, tokens[:, :1], cache, 0, target, jnp.minimum(lengths, 1), compiled)
+    guess = first[:, 0].argmax(-1).astype(jnp.int32)
+
+    def run_token(carry: tuple[Cache, Array], xs: tuple[Array, ...]) -> tuple[tuple[Cache, Array], Array]:
+        (cache, guess), (t, token, following, is_known) = carry, xs
+        draft = jnp.where(is_known & (t + 1 < lengths), following, guess)
+        pair, real = jnp.stack([token, draft], 1), jnp.where(t < lengths, 2, 0)
+        logits, cache = step(params, pair, cache, 1, target, real, compiled_after_first or compiled)
+        return (cache, logits[:, 1].argmax(-1).astype(jnp.int32)), logits[:, 0]
+
+    following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
+    is_known = jnp.ones((B, T), bool) if next_is_known is None else next_is_known
+    xs = jnp.arange(T, dtype=jnp.int32), tokens.T, following.T, is_known.T
+    (cache, _), logits = scan_if_traced(run_token, (cache, guess), xs)
+    return jnp.moveaxis(logits, 0, 1), cache
+
+
+def decode(
+    params: Any,
+    cache: Cache,
+    tokens: Array,
+    num_tokens: int,
+    target: Target,
+    sampler: Sampler,
+    key: Array,
+) -> tuple[Array, Cache]:
+    """Generates num_tokens after tokens i32[B], which the cache does not hold yet: (i32[B num_tokens], cache).
+
+    The keys are those of `kvjax.generate`, where tokens i32[B] were the first to be drawn.
+    """
+    keys = row_keys(key, len(tokens))
+
+    def draw(logits: Array, column: Array) -> Array:
+        return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
+
+    has_drafts, fed = num_draft_tokens(cache.plan) > 0, tokens[:, None]
+    if has_drafts:  # the first draft, before anything is kept (SpeCache, Algorithm 2)
+        logits, cache = step(params, fed, cache, 0, target)
+        fed = jnp.stack([tokens, draw(logits[:, 0], jnp.int32(1))], 1)
+
+    def run_step(carry: tuple[Array, Cache], column: Array) -> tuple[tuple[Array, Cache], Array]:
+        fed, cache = carry
+        logits, cache = step(params, fed, cache, 1, target)
+        new = draw(logits[:, 0], column)
+        fed = jnp.stack([new, draw(logits[:, 1], column + 1)], 1) if has_drafts else new[:, None]
+        return (fed, cache), new
+
+    (_, cache), out = lax.scan(run_step, (fed, cache), jnp.arange(1, num_tokens + 1, dtype=jnp.int32))
+    return out.T, cache

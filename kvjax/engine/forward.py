@@ -1,0 +1,174 @@
+"""One pass of tokens through the decoder's layers, under a mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from kvjax.cache.contract import Layer
+from kvjax.core.mesh import constrain
+from kvjax.core.types import Array, hash_once
+from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.positions import append_positions, token_positions
+from kvjax.models import decoder
+from kvjax.models.config import Config
+from kvjax.models.decoder import Angles, Decoder
+
+Plan = tuple[Layer, ...]
+"""A method bound to each layer of a model."""
+
+
+@hash_once
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a pass is compiled for, apart from its layers and the shapes of its arguments."""
+
+    config: Config
+    mesh: Mesh | None = None
+
+
+def _embed(
+    params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
+) -> tuple[Array, Angles, Array]:
+    """Embeds tokens that follow others.
+
+    Args:
+      params: `outer_params` of the model.
+      tokens: i32[B T].
+      offset: i32[B] or i32[], tokens before these in each sequence; None for none.
+      lengths: i32[B], how many of the tokens are real; None for all.
+      target: model configuration and mesh.
+
+    Returns:
+      Hidden vectors [B T D], the angles of RoPE, and positions i32[B T], -1 for padding.
+    """
+    if offset is None:
+        pos = token_positions(tokens, lengths)
+    else:
+        pos = append_positions(tokens, jnp.broadcast_to(offset, tokens.shape[:1]), lengths)
+    hidden, angles = embed_at(params, tokens, pos, target)
+    return constrain(hidden, "B T D", target.mesh), angles, pos
+
+
+def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
+    """Embeds tokens i32[B T] at pos i32[B T], where padding counts as position 0: hidden [B T D], angles of RoPE."""
+    return _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+
+
+def _unembed(params: Any, hidden: Array, target: Target) -> Array:
+    """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
+    return _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish)
+
+
+def _run_layer(
+    params: Any,
+    hidden: Array,
+    angles: Angles,
+    mode: ForwardMode,
+    state: Any,
+    cross_layer: Any,
+    call: LayerCall,
+    target: Target,
+) -> tuple[Array, Any, Any]:
+    """Runs one layer of a pass: hidden for the next layer, this layer's new state, the next cross_layer."""
+
+    def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
+        q, k, v = (constrain(x, axes, target.mesh) for x, axes in ((q, "B K G T H"), (k, "B K T H"), (v, "B K T H")))
+        inputs = LayerInputs(q, k, v, hidden, params["attention"]["o"]["kernel"][None])
+        out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
+        return out, rest
+
+    layer = decoder.Layer(target.config, 0, hidden.dtype)
+    hidden, (state, cross_layer) = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
+    return hidden, state, cross_layer
+
+
+embed = jax.jit(_embed, static_argnames="target")
+run_layer = jax.jit(_run_layer, static_argnames=("call", "target"))
+unembed = jax.jit(_unembed, static_argnames="target")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiled functions that a pass calls.
+
+    These serve everybody. Compiler options and donation are allowed in the outermost `jit` alone, so that only a caller
+    who is never traced has others (`kvjax.run.compiled`).
+    """
+
+    run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer
+    unembed: Callable[..., Array] = unembed
+
+
+PLAIN = Compiled()
+
+
+def run_layers(
+    params: Any,
+    hidden: Array,
+    angles: Angles,
+    mode: ForwardMode,
+    calls: Sequence[LayerCall],
+    states: Sequence[Any],
+    target: Target,
+    compiled: Compiled = PLAIN,
+    *,
+    first_layer: int = 0,
+) -> tuple[Array, tuple[Any, ...]]:
+    """Runs the layers of these calls, from `first_layer` on: hidden of the last one [B T|Q D], their new states."""
+    results, cross_layer = [], None
+    for i, (call, state) in enumerate(zip(calls, states, strict=True), first_layer):
+        hidden, result, cross_layer = compiled.run_layer(
+            params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, call=call, target=target
+        )
+        results.append(result)
+    return hidden, tuple(results)
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_calls(
+    plan: Plan, config: Config, num_slots: tuple[int, ...] | None = None, selects_queries: bool = False
+) -> tuple[LayerCall, ...]:
+    """The layers of a plan in one pass; selects_queries: the mode computes only some outputs of the last layer."""
+    sizes = num_slots or (0,) * len(plan)
+    calls = [LayerCall(layer, config.window(i), n) for i, (layer, n) in enumerate(zip(plan, sizes, strict=True))]
+    calls[-1] = dataclasses.replace(calls[-1], selects_queries=selects_queries)
+    return tuple(calls)
+
+
+def outer_params(params: Any) -> Any:
+    """A model's parameters outside its layers."""
+    return {name: x for name, x in params.items() if not name.startswith("layer_")}
+
+
+Progress = Callable[[Iterable[int]], Iterable[int]]
+"""Hands on the numbers of a loop's rounds, and tells somebody of each, as `rich.progress.track` does."""
+
+
+def scan_if_traced(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, progress: Progress = iter
+) -> tuple[Any, Any]:
+    """`lax.scan` under a transformation; called eagerly, a Python loop over the same body.
+
+    In a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a program of
+    its own that all rounds share, and a scan would compile the model once more as a whole.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((carry, xs))):
+        return lax.scan(body, carry, xs)
+    xs, ys = jax.tree.map(np.asarray, xs), []  # slices of NumPy arrays compile nothing
+    for i in progress(range(len(jax.tree.leaves(xs)[0]))):
+        carry, y = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+        ys.append(y)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *ys)
+
+
+def _decoder(params: Any, target: Target) -> Decoder:
+    return Decoder(target.config, params["embedding"].dtype)

@@ -1,0 +1,129 @@
+"""One layer's prompt: its exact keys and values, what its method observes of them, and its cache state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from kvjax.cache.contract import Layer, last_positions
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block
+from kvjax.engine import sharded_layer
+from kvjax.engine.positions import token_positions
+
+if TYPE_CHECKING:
+    from kvjax.engine.modes import LayerCall, LayerInputs
+
+
+class LayerPrompt(NamedTuple):
+    """Exact keys and values of a prompt in one layer, and what the layer's method asked to observe; else None."""
+
+    k: Array  # [B K S H]
+    v: Array  # [B K S H]
+    q: Array  # [B K G Q H], the observed queries
+    hidden: Array | None = None  # [B 1 S D], of which keys and values were projected
+    output_projection: Array | None = None  # [1 K G H D]
+    replay_scores: Array | None = None  # f32[B K S]
+    paired: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer that this one is paired with
+    softmax_sums: Array | None = None  # f32[B K G Q], the log normalizer of each observed query
+
+
+def prompt_of_inputs(
+    layer: Layer, inputs: LayerInputs, lengths: Array, first_query: Array | int = 0, softmax_sums: Array | None = None
+) -> LayerPrompt:
+    """A whole prompt as the decoder's layer made it.
+
+    Args:
+      layer: the bound layer, whose `needs` say what is observed.
+      inputs: queries, keys and values of all tokens of the prompts.
+      lengths: i32[B], of the prompts.
+      first_query: position of the first query in `inputs`, one number or i32[B].
+      softmax_sums: f32[B K G T], the log normalizers of the queries, where attention left them.
+    """
+    return LayerPrompt(
+        inputs.k,
+        inputs.v,
+        select_queries(layer, inputs.q, first_query, lengths),
+        hidden=inputs.hidden[:, None] if layer.needs.hidden else None,
+        output_projection=inputs.output_projection if layer.needs.output else None,
+        softmax_sums=softmax_sums,
+    )
+
+
+def select_queries(layer: Layer, q: Array, first: Array | int, lengths: Array, earlier: Array | None = None) -> Array:
+    """Selects the queries that a layer's method observes.
+
+    Args:
+      layer: the bound layer.
+      q: queries [B K G C H] at positions first, first + 1, ..
+      first: position of the first query, one number or i32[B].
+      lengths: i32[B], of the whole prompts.
+      earlier: the same selection over the chunks before this one; its entries stay where this chunk has none.
+
+    Returns:
+      [B K G Q H].
+    """
+    num_observed, B, C = layer.needs.queries, q.shape[0], q.shape[3]
+    if num_observed is None:
+        return q if earlier is None else lax.dynamic_update_slice(earlier, q, (0, 0, 0, first, 0))
+    at = last_positions(lengths, num_observed) - jnp.broadcast_to(jnp.asarray(first), (B,))[:, None]
+    new = jnp.take_along_axis(q, jnp.clip(at, 0, C - 1)[:, None, None, :, None], 3)
+    if earlier is None:
+        return new
+    return jnp.where(((at >= 0) & (at < C))[:, None, None, :, None], new, earlier)
+
+
+def observed_block(
+    layer: Layer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None
+) -> tuple[Block, Obs | None]:
+    """The prompt as `BoundLayer.prefill` takes it: its block, and the observation, or None if the method needs none.
+
+    num_kept: i32[B] or i32[B K], what a division among all layers lets this layer, or each of its heads, keep.
+    """
+    pos = token_positions(prompt.k[:, 0, :, 0], lengths)
+    block = Block(prompt.k, prompt.v, pos[:, None])
+    if not layer.needs.observes and num_kept is None:
+        return block, None
+    query_pos = pos if layer.needs.queries is None else last_positions(lengths, layer.needs.queries)
+    paired = None if prompt.paired is None else Block(*prompt.paired, pos[:, None])
+    return block, Obs(
+        prompt.q,
+        query_pos,
+        keep=num_kept,
+        output=prompt.output_projection,
+        hidden=prompt.hidden,
+        probed=prompt.replay_scores,
+        neighbour=paired,
+        sums=prompt.softmax_sums,
+    )
+
+
+def encode_prompt(
+    call: LayerCall,
+    prompt: LayerPrompt,
+    lengths: Array,
+    capacity: int,
+    mesh: Mesh | None = None,
+    num_kept: Array | None = None,
+) -> Any:
+    """Turns a layer's exact prompt into its cache state of `call.num_slots` slots; num_kept as in `observed_block`."""
+    width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
+
+    def cut(x: Array | None, axis: int = 2) -> Array | None:
+        return None if x is None else lax.slice_in_dim(x, 0, width, axis=axis)
+
+    observes_all = call.layer.needs.queries is None
+    prompt = prompt._replace(
+        k=cut(prompt.k),
+        v=cut(prompt.v),
+        q=cut(prompt.q, 3) if observes_all else prompt.q,
+        softmax_sums=cut(prompt.softmax_sums, 3) if observes_all else prompt.softmax_sums,
+        hidden=cut(prompt.hidden),
+        replay_scores=cut(prompt.replay_scores),
+        paired=None if prompt.paired is None else tuple(map(cut, prompt.paired)),
+    )
+    block, observation = observed_block(call.layer, prompt, lengths, num_kept)
+    return sharded_layer.prefill(call.layer, block, observation, call.num_slots, mesh)

@@ -1,0 +1,181 @@
+"""The forward modes: what attention reads in one layer, and what the layer holds after the pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from kvjax.cache.contract import Layer, last_positions
+from kvjax.cache.read.reader import by_query_blocks
+from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
+from kvjax.core.observe import Obs
+from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.engine import sharded_layer
+from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prompt_of_inputs, select_queries
+from kvjax.engine.positions import token_positions
+
+QUERY_BLOCK = 128
+"""Queries that attend at a time, where the logits of all of them at once would not fit the processor's caches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One bound layer in one pass. Hashable: equal calls share a compiled program, wherever they stand in the model."""
+
+    layer: Layer
+    window: int | None  # the model's sliding window in this layer
+    num_slots: int = 0  # of the cache state, in the modes that make one
+    selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
+
+
+class LayerInputs(NamedTuple):
+    """What the decoder's layer made of its input in this pass."""
+
+    q: Array  # [B K G T H], after RoPE
+    k: Array  # [B K T H], after RoPE
+    v: Array  # [B K T H]
+    hidden: Array  # [B T D], from which q, k and v were projected
+    output_projection: Array  # [1 K G H D]
+
+
+class ForwardMode:
+    """Base class of the modes; each is a pytree of the arrays that all layers share."""
+
+    def query_indices(self, call: LayerCall) -> Array | None:
+        """i32[B Q], the tokens whose outputs this layer computes; None for all of them."""
+        return None
+
+    def attend(
+        self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, Any, Any]:
+        """Runs attention in one layer.
+
+        Args:
+          call: the bound layer and its static sizes.
+          state: what this layer holds before the pass; see the table in `kvjax.engine`.
+          inputs: queries, keys and values of the pass' tokens.
+          cross_layer: the value that the layer below hands up within this pass, None in layer 0.
+          mesh: the devices that heads and sequences are split over, or None.
+
+        Returns:
+          The output [B K G T|Q H], the layer's new state, and the value for the layer above.
+        """
+        raise NotImplementedError
+
+
+@pytree
+class FullPrefill(ForwardMode):
+    """Runs a whole prompt at once and turns each layer's exact keys and values into its cache state."""
+
+    lengths: Array  # i32[B]
+    capacity: int = dataclasses.field(metadata={"static": True})  # tokens a sequence of the cache may grow to
+    num_observed: int | None = dataclasses.field(metadata={"static": True})  # last queries observed; None: all
+
+    def query_indices(self, call: LayerCall) -> Array | None:
+        # Nothing reads the last layer's outputs but the sampler and the methods that observe queries.
+        if not call.selects_queries:
+            return None
+        return jnp.maximum(last_positions(self.lengths, self.num_observed), 0)
+
+    def attend(
+        self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, Any, Any]:
+        q, k, v = inputs[:3]
+        needs = call.layer.needs
+        first_query, softmax_sums = 0, None
+        if call.selects_queries:
+            block = Block(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
+            query_pos = last_positions(self.lengths, self.num_observed)
+            first_query = self.lengths - self.num_observed
+            out = merge([attend_dense(q, block, query_pos, call.window, needs.pattern)])
+        else:
+            out, sums = causal_with_sums(q, k, v, window=call.window, pattern=needs.pattern)
+            # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
+            if needs.queries is None and needs.pattern is None:
+                softmax_sums = sums
+        prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_sums)
+        return out, encode_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
+
+
+@pytree
+class ChunkedPrefill(ForwardMode):
+    """Runs one chunk of a prompt; each layer holds the earlier chunks exactly, or in its method's state."""
+
+    start: Array  # i32[], position of the chunk's first token
+    lengths: Array  # i32[B], of whole prompts
+
+    def attend(
+        self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, LayerPrompt | Any, Any]:
+        q, k, v, hidden, _ = inputs
+        layer, needs = call.layer, call.layer.needs
+        if needs.chunk:
+            pos = self.start + token_positions(k[:, 0, :, 0])
+            new = Block(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
+            out, state, _ = sharded_layer.extend(layer, state, q, new, k.shape[2], None, mesh)
+            return out, state, cross_layer
+        at = (0, 0, self.start, 0)
+        k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
+        out = causal(q, k, v, self.start, call.window, pattern=needs.pattern)
+        prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
+        if needs.hidden:
+            prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
+        return out, prompt, cross_layer
+
+
+@pytree
+class PromptReplay(ForwardMode):
+    """Runs a copy of one chunk after the whole prompt, and updates the scores that a method takes from that (KVzip)."""
+
+    start: Array  # i32[], position of the copied chunk's first token
+    pos: Array  # i32[B T], of the copy's tokens, -1 for padding
+    lengths: Array  # i32[B], of the prompts
+
+    def attend(
+        self, call: LayerCall, state: LayerPrompt, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, LayerPrompt, Any]:
+        q, k, v, hidden, output_projection = inputs
+        needs = call.layer.needs
+        prompt, _ = observed_block(call.layer, state, self.lengths)
+        copy = Block(k, v, self.pos[:, None])
+
+        def attend_both(q: Array, query_pos: Array) -> Array:
+            return merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)])
+
+        if needs.probe is not None:
+            observation = Obs(
+                q,
+                self.pos,
+                output=output_projection if needs.output else None,
+                hidden=hidden[:, None] if needs.hidden else None,
+            )
+            scores = sharded_layer.look(call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh)
+            state = state._replace(replay_scores=scores)
+        return by_query_blocks(attend_both, q, self.pos, QUERY_BLOCK), state, cross_layer
+
+
+@pytree
+class Decode(ForwardMode):
+    """Runs new tokens on a cache and keeps the first `commit` of them."""
+
+    pos: Array  # i32[B T], -1 for padding
+    commit: int = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, Any, Any]:
+        new = Block(inputs.k, inputs.v, self.pos[:, None])
+        return sharded_layer.extend(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh)
+
+
+def attend_all(q: Array, query_pos: Array, block: Block, window: int | None, pattern: Any = None) -> Array:
+    """Exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
+
+    def attend(q: Array, query_pos: Array) -> Partial:
+        return attend_dense(q, block, query_pos, window, pattern)
+
+    return merge([by_query_blocks(attend, q, query_pos, QUERY_BLOCK)])

@@ -1,0 +1,185 @@
+"""The functional core: pure functions of arrays and pytrees that every JAX transformation enters.
+
+A method is bound to the layers of a model once; the result is hashable and static. Everything else is arrays: the
+parameters, tokens, and a `Cache`, which is an ordinary pytree.
+
+    config, params = model.config, model.params
+    plan = functional.bind("snapkv:budget=256", config)
+    logits, cache = functional.prefill(params, tokens, lengths, plan, config, capacity=2048)
+    new_tokens, cache = functional.decode(params, cache, logits.argmax(-1), num_tokens=64)
+
+Nothing here looks at values, places arrays, donates buffers or measures time: `kvjax.generate` and `kvjax.read` do, and
+stand on these functions. Called eagerly, a pass compiles one program for each distinct layer; under `jax.jit` it is one
+program, in which layers that are alike are compiled once on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.contract import Cache, KVMethod
+from kvjax.core.attention import causal
+from kvjax.core.random import seeded
+from kvjax.core.types import Array, KvjaxError
+from kvjax.engine import decode as _decode
+from kvjax.engine import plan as _plan
+from kvjax.engine import prefill as _prefill
+from kvjax.engine.forward import Plan, Target
+from kvjax.engine.positions import token_positions
+from kvjax.engine.sampling import SamplingParams
+from kvjax.models.config import Config
+from kvjax.models.decoder import Decoder
+
+__all__ = ["bind", "decode", "empty", "extend", "logits", "prefill"]
+
+
+def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
+    """Binds a method to every layer of a model.
+
+    Args:
+      method: a method or its string, as in "snapkv:budget=256 + int8".
+      config: of the model, as `model.config`.
+      differentiable: gradients pass through what the cache stores. Codes, 16-bit caches and host memory hold bits, at
+        which a gradient ends; each codec then keeps the exact vectors too, and returns its own values with the gradient
+        of the exact ones (the straight-through estimator). The numbers of the forward pass stay, the bytes saved do
+        not, and nothing lies in host memory.
+
+    Returns:
+      One bound layer for each layer of the model: hashable, to be a static argument. Equal layers are equal values.
+
+    Raises:
+      KvjaxError: a method that cannot serve the model.
+    """
+    return _plan.bind(method, config, differentiable)
+
+
+def logits(params: Any, tokens: Array, config: Config) -> Array:
+    """Runs the exact forward pass without a cache.
+
+    Args:
+      params: of the model, as `model.params`.
+      tokens: i32[B T]; causal attention, so that padding on the right changes nothing before it.
+      config: of the model.
+
+    Returns:
+      Logits f32[B T V].
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+
+    def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
+        return causal(q, k, v, window=config.window(i)), None
+
+    decoder = Decoder(config, params["embedding"].dtype)
+    return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
+
+
+def prefill(
+    params: Any,
+    tokens: Array,
+    lengths: Array,
+    plan: Plan,
+    config: Config,
+    capacity: int,
+    *,
+    chunk: int | None = None,
+    replay_prompts: tuple[Sequence[int], Sequence[int]] = ((), ()),
+) -> tuple[Array, Cache]:
+    """Runs prompts and compresses them under a method.
+
+    Args:
+      params: of the model.
+      tokens: i32[B T], left-aligned, padded on the right.
+      lengths: i32[B], tokens of each prompt, at least 1.
+      plan: from `bind`.
+      config: of the model.
+      capacity: static, tokens that a sequence may grow to, at least T: there is room for capacity - T more in each.
+      chunk: static, tokens that are run at a time; None for all at once, or as the method asks.
+      replay_prompts: static, ids that a method which has the model repeat the prompt (KVzip) puts before the first and
+        before every later chunk of it; none by default, and for a model without a tokenizer.
+
+    Returns:
+      Logits of each prompt's last token f32[B V], and the cache. How many slots a method needs may depend on values
+      that are unknown under a transformation; the cache then has as many as any prompts of T tokens need.
+
+    Raises:
+      KvjaxError: capacity below T.
+    """
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    if capacity < tokens.shape[1]:
+        raise KvjaxError(f"capacity={capacity} is less than the {tokens.shape[1]} tokens of the prompts; raise it")
+    replay_prompts = tuple(map(tuple, replay_prompts))
+    return _prefill.prefill(
+        params, tokens, lengths, plan, Target(config), capacity, chunk=chunk, replay_prompts=replay_prompts
+    )
+
+
+def extend(
+    params: Any, tokens: Array, cache: Cache, lengths: Array | None = None, commit: int | None = None
+) -> tuple[Array, Cache]:
+    """Runs further tokens of every sequence.
+
+    A method that drafts ahead (SpeCache) is fed one token at a time, each with the next one as its draft.
+
+    Args:
+      params: of the model.
+      tokens: i32[B T], padded on the right.
+      cache: of `prefill`, `extend`, `decode` or `empty`; it stays as it is.
+      lengths: i32[B], how many tokens of each sequence are real; None for all.
+      commit: static, how many of the tokens the cache keeps; None for all. Tokens beyond are drafts: they attend to the
+        cache and to each other, and leave no trace.
+
+    Returns:
+      Logits f32[B T V], which mean nothing for padding, and the new cache.
+    """
+    tokens, target = jnp.asarray(tokens, jnp.int32), Target(cache.config)
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    if commit in (None, tokens.shape[1]):
+        return _decode.extend(params, tokens, cache, target, lengths)
+    return _decode.step(params, tokens, cache, commit, target, lengths)
+
+
+def decode(
+    params: Any,
+    cache: Cache,
+    tokens: Array,
+    num_tokens: int,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (it is immutable)
+    key: Array | None = None,
+) -> tuple[Array, Cache]:
+    """Generates tokens in one `lax.scan`, without looking for an end of sequence.
+
+    Args:
+      params: of the model.
+      cache: what the tokens follow.
+      tokens: i32[B], the last token of each sequence, which the cache does not hold yet.
+      num_tokens: static, how many to generate after it.
+      sampling: static, how tokens are drawn; greedily by default.
+      key: of the random numbers; None: made from `sampling.seed`, as in `kvjax.generate`.
+
+    Returns:
+      i32[B num_tokens], and the cache, which holds all of the tokens but the last.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    key = seeded(sampling.seed) if key is None else key
+    return _decode.decode(params, cache, tokens, num_tokens, Target(cache.config), sampling.sampler(), key)
+
+
+def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
+    """Makes the cache of sequences that have no token yet.
+
+    What a method decides when a prompt ends it decides of no tokens here: the tokens that follow count as decoded.
+
+    Args:
+      plan: from `bind`.
+      config: of the model.
+      batch: sequences.
+      capacity: tokens that a sequence may grow to.
+      dtype: of keys and values, that of the parameters.
+
+    Returns:
+      A cache whose `length` is 0 in every sequence.
+    """
+    return _prefill.empty(plan, Target(config), batch, capacity, jnp.dtype(dtype))
