@@ -15,11 +15,11 @@ import pytest
 import kvjax
 from kvjax.cache.given import write
 from kvjax.core.types import KvjaxError
+from kvjax.engine.plan import specs
 from kvjax.eval import Spec, compare
 from kvjax.methods.identity import identity, identity_now
 from kvjax.methods.strings import named
 from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
-from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 
 

@@ -106,8 +106,12 @@ class DecodeSession:
 
     def program(self) -> str:
         """The optimized program of the loop, for looking at."""
-        lowered = self._program(decode_loop.decode_until).lower(**self._arguments(), limit=np.int32(0))
-        return lowered.compile().as_text()
+        jitted, arguments = self.loop_program()
+        return jitted.lower(**arguments).compile().as_text()
+
+    def loop_program(self) -> tuple[Any, dict[str, Any]]:
+        """The loop as one jitted program, and what it is called with."""
+        return self._program(decode_loop.decode_until), self._arguments() | {"limit": np.int32(0)}
 
     @property
     def cache(self) -> Cache:
