@@ -15,13 +15,13 @@ from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.fates import fates
 from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.program import Program
 from kvjax.core.types import Array, KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_cache, own_states
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
-from kvjax.run.by_layer import LayerProgram
 from kvjax.run.context import read
 from kvjax.run.passes import Site
 from kvjax.run.prompts import round_up
@@ -128,7 +128,7 @@ def _look(site: Site, watch: Watch) -> tuple[Array, Array]:
     return state.coded(fates(site.layer, watch.own, watch.came), watch.notes, exact)
 
 
-LOOK = LayerProgram(_look, static=("site",))
+LOOK = Program(_look, static=("site",))
 
 
 def _exact_attention(cache: Cache) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import Cache, NumberRead, unnumbered
+from kvjax.cache.contract import Cache
 from kvjax.core import product
 from kvjax.core.program import Program
 from kvjax.core.types import Array
@@ -23,26 +23,6 @@ from kvjax.run import passes
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Setting, guesses, positions
 from kvjax.run.passes import Advance, Pass, Site
-
-
-class LayerProgram(Program):
-    """A program of one layer, a static argument `site`: layers that are alike share it, wherever they stand."""
-
-    def __init__(self, *args: Any, **more: Any):
-        super().__init__(*args, **more)
-        self._numbered: set[Any] = set()
-
-    def compile(self, **kwargs) -> tuple[Any, float]:
-        """As `Program.compile`; a program of its own for a layer that does something else than those like it."""
-        site = kwargs["site"]
-        anywhere = kwargs | {"site": dataclasses.replace(site, layer=unnumbered(site.layer))}
-        key = self.key(anywhere)
-        if key not in self._numbered:
-            try:
-                return super().compile(**anywhere)
-            except NumberRead:
-                self._numbered.add(key)
-        return super().compile(**kwargs)
 
 
 def _embed(params: Any, tokens: Array, pos: Array, setting: Setting) -> tuple[Array, Angles]:
@@ -98,8 +78,8 @@ def _for_head(x: Array, setting: Setting, **_: Any) -> dict[str, str]:
 
 EMBED = Program(_embed, static=("setting",))
 BEHIND = Program(_behind, static=("setting",))
-LAYER = LayerProgram(_layer, static=("setting", "site"), options=_for_layer)
-LAYER_IN_PLACE = LayerProgram(_layer, static=("setting", "site"), donate=("mine",), options=_for_layer)
+LAYER = Program(_layer, static=("setting", "site"), options=_for_layer)
+LAYER_IN_PLACE = Program(_layer, static=("setting", "site"), donate=("mine",), options=_for_layer)
 PICK = Program(_pick)
 FINISH = Program(_finish, static=("setting",), options=_for_head)
 FINISH_BEHIND = Program(_finish_behind, static=("setting", "commit"), options=_for_head)
@@ -173,7 +153,7 @@ class Stepper:
         def run(i: int, **given: Any) -> Any:
             return self._run(i + 1, program, **given)
 
-        where = passes.sites(cache.plan, model.config)
+        where = passes.decode_sites(cache)
         x, layers = _through_layers(model, x, angles, Advance(pos, self.commit), where, cache.layers, run)
         more = {"length": length, "real": real, "commit": self.commit, "setting": setting}
         out, length = self._run(len(layers) + 1, FINISH_BEHIND, params=top, x=x, **more)

@@ -177,6 +177,11 @@ def sites(
     return (*every[:-1], dataclasses.replace(every[-1], last=less_of_last))
 
 
+def decode_sites(cache: Cache) -> tuple[Site, ...]:
+    """The layers of a cache in a decode step, without what acts on prompts alone: more of them share a program."""
+    return sites(tuple(getattr(layer, "after_prompt", layer) for layer in cache.plan), cache.config)
+
+
 def attention(params: Any, work: Pass, site: Site, mine: Any, carry: Any, setting: Setting, *made: Array):
     """`work.attend` in the layer of these parameters, on what it made: q, k, v, x."""
     q, k, v, x = made
@@ -199,7 +204,7 @@ def advance(
     params: Any, tokens: Array, cache: Cache, setting: Setting, commit: int, real: Array | None = None
 ) -> tuple[Array, Cache]:
     """tokens i32[B T], of which the first `commit` are kept -> (logits f32[B T V], cache); real bool[B T], or all."""
-    pos, where = behind(tokens, cache.length, real), sites(cache.plan, setting.config)
+    pos, where = behind(tokens, cache.length, real), decode_sites(cache)
     carry = None
 
     def attend(i: int, *made: Array):

@@ -18,7 +18,7 @@ from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.models.decoder import pick
 from kvjax.models.model import Model
 from kvjax.run import by_layer, devices, limits, probe, reading
-from kvjax.run.by_layer import LayerProgram, through
+from kvjax.run.by_layer import through
 from kvjax.run.clock import Clock
 from kvjax.run.forward import Plan, Setting
 from kvjax.run.passes import Piece, Site, Whole, sites
@@ -72,11 +72,11 @@ def _encode(
     return reading.encode(site.layer, prompt, lengths, site.slots, capacity, setting.mesh, keep)
 
 
-BEGIN = LayerProgram(_begin, static=("batch", "width", "dtype", "setting", "site"))
+BEGIN = Program(_begin, static=("batch", "width", "dtype", "setting", "site"))
 LAST = Program(_if_inside)
-MEASURE = LayerProgram(_measure, static=("setting", "site"))
+MEASURE = Program(_measure, static=("setting", "site"))
 SHARES = Program(_shares, static=("plan",))
-ENCODE = LayerProgram(_encode, static=("setting", "site", "capacity"))
+ENCODE = Program(_encode, static=("setting", "site", "capacity"))
 
 
 def run(
