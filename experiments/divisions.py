@@ -38,7 +38,7 @@ import kvjax
 from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
-from kvjax.cache.contract import LayerSpec, unnumbered
+from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.select.ranking import Counted
@@ -254,11 +254,11 @@ def _candidates(block: Block, scores: Scores, layer: MethodLayer) -> Any:
 def _kept(block: Block, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=Known(scores))
-    slots = select.most_of(width, spec)
-    share = None if method.apart is None else method.apart.share.at(spec)
+    slots = select.most_of(width)
+    share = None if method.apart is None else method.apart.share
     if tokens is not None:
         share = Counted(tokens, select.unit.size)
-    keep = select.counts(block, None, slots, spec)
+    keep = select.counts(block, None, slots)
     found = select.choose(block, None, keep, slots, spec, method.represent, share, method.rescore).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
@@ -268,7 +268,7 @@ def _kept(block: Block, scores: Scores, tokens: Array | None, layer: MethodLayer
 
 def kept(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
     """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
-    plan = cast(Any, [unnumbered(layer) for layer in bind(method, exact.model.config)])  # alike layers share programs
+    plan = cast(Any, bind(method, exact.model.config))
     pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
     blocks = [Block(p.k, p.v, pos) for p in exact.prompts]
     tokens: Any = [None] * len(plan)

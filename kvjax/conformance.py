@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.contract import Cache, KVMethod, LayerState
+from kvjax.cache.contract import Cache, KVMethod, Layer, LayerSpec, LayerState, Traits
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.slot_values import uncompared
@@ -65,12 +65,79 @@ class _Tried:
         return self.read([0, 1, 2])
 
     @functools.cached_property
+    def guarded(self) -> _Tried:
+        """The same prompts under the method whose layers tell when they use an index that they lack."""
+        return dataclasses.replace(self, method=_Guarded(self.method))
+
+    @functools.cached_property
     def walk(self) -> list[tuple[np.ndarray | None, Cache]]:
         """(logits, cache) after the prompts, and after each step of all rows together."""
         found: list[tuple[np.ndarray | None, Cache]] = [(None, self.beginning)]
         for t in range(STEPS):
             found.append(self.step([0, 1, 2], found[-1][1], t))
         return found
+
+
+class _IndexRead(Exception):
+    """A bound layer has used the index of its spec, which is None."""
+
+
+class _NoIndex:
+    """Stands for the index that a bound layer's spec lacks: raises where None would be unequal or false in silence."""
+
+    def __eq__(self, other: object) -> bool:
+        raise _IndexRead
+
+    def __hash__(self) -> int:
+        raise _IndexRead
+
+    def __bool__(self) -> bool:
+        raise _IndexRead
+
+
+_NO_INDEX: Any = _NoIndex()
+
+
+class _GuardedSpec(LayerSpec):
+    """The spec of a bound layer, with `_NO_INDEX` in the place of None; it is compared by its other fields."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _GuardedSpec) and self._others() == other._others()
+
+    def __hash__(self) -> int:
+        return hash(self._others())
+
+    def _others(self) -> tuple[Any, ...]:
+        return tuple(value for name, value in vars(self).items() if name != "index")
+
+
+def _guarded(value: Any) -> Any:
+    """A bound layer, or what it holds, with every spec without an index guarded."""
+    if isinstance(value, LayerSpec):
+        return _GuardedSpec(**vars(value) | {"index": _NO_INDEX}) if value.index is None else value
+    if type(value) is tuple:
+        parts = tuple(map(_guarded, value))
+        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    new = {name: _guarded(x) for name, x in old.items()}
+    changed = {name: x for name, x in new.items() if x is not old[name]}
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Guarded:
+    """A method whose bound layers tell when they use an index that they lack."""
+
+    method: KVMethod
+
+    @property
+    def traits(self) -> Traits:
+        return self.method.traits
+
+    def bind(self, spec: LayerSpec) -> Layer:
+        return _guarded(self.method.bind(spec))
 
 
 class _Broken(NamedTuple):
@@ -115,11 +182,22 @@ def _fields(tried: _Tried) -> str:
 
 def _scores(tried: _Tried) -> str:
     """Run without compiling, where the parts of a method that check values can see them."""
-    with jax.disable_jit():
+    # An index that is used is what the next rule finds, which goes on from this cache.
+    with jax.disable_jit(), contextlib.suppress(_IndexRead):
         try:
-            tried.read([0, 1, 2])
+            tried.guarded.beginning  # noqa: B018
         except KvjaxError as e:
             return str(e)
+    return ""
+
+
+def _place(tried: _Tried) -> str:
+    """Run without compiling, since programs of layers that are guarded would serve nothing else."""
+    with jax.disable_jit():
+        try:
+            tried.guarded.step([0, 1, 2], tried.guarded.beginning, 0)
+        except _IndexRead as e:
+            return f"{_where(e)}`spec.index` is used when the layer is called, where it is None and compares as unequal"
     return ""
 
 
@@ -368,6 +446,13 @@ RULES = (
         _scores,
     ),
     _Rule(
+        "place",
+        "what depends on a layer's place is known when the method is bound",
+        "Give the component a method `at(self, spec)`, which is called for each layer before anything is run, and "
+        "returns the component of that layer: keep what follows from `spec.index` in a field of it.",
+        _place,
+    ),
+    _Rule(
         "shapes",
         "a step keeps shapes, dtypes and memory kinds of the state",
         "Usual cause: a step that concatenates or lets a dtype widen: write into slots (`x.at[...].set(...)`) and cast "
@@ -527,10 +612,14 @@ def _naming_failures(name: str) -> Iterator[None]:
     except KvjaxError:
         raise
     except Exception as e:
-        frames = [f for f in traceback.extract_tb(e.__traceback__) if _is_users(f.filename)]
-        where = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
         said = (str(e).splitlines() or [""])[0]
-        raise KvjaxError(f"{name} fails: {where}{type(e).__name__}: {said}") from e
+        raise KvjaxError(f"{name} fails: {_where(e)}{type(e).__name__}: {said}") from e
+
+
+def _where(error: Exception) -> str:
+    """The last line of the user's own files that an error has passed, as the beginning of a message."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
 
 
 def _is_users(file: str) -> bool:

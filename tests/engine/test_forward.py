@@ -13,6 +13,7 @@ import kvjax
 from kvjax import functional
 from kvjax.engine import decode, forward, prefill
 from kvjax.engine.forward import Target
+from kvjax.engine.plan import bind
 from kvjax.run import compiled
 from kvjax.run.compiled import compiled_for
 from kvjax.testing import full_copies, toy_model
@@ -91,6 +92,12 @@ def test_a_step_is_that_of_one_program(method):
         np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_array_equal(one.length, other.length)
     jax.tree.map(np.testing.assert_array_equal, kvjax.kept_positions(one), kvjax.kept_positions(other))
+
+
+@pytest.mark.parametrize("method", PLACED)
+def test_a_method_that_asks_for_its_place_gets_it(method):
+    """Under one program for all layers alike they would all do what the first one does."""
+    assert len(set(bind(method, toy_model(layers=4).config))) == (3 if "tidal" in method else 4)
 
 
 def test_a_step_in_place_copies_no_host_buffer():

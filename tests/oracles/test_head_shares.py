@@ -87,7 +87,7 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
     table = Given(written(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
-        base = budget.kept(n, 0, 1)
+        base = budget.kept(n)
         want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], want, f"{n} tokens")
         always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)
