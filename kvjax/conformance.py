@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import load_all
-from kvjax.methods.identity import INSTALLED
 from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
 from kvjax.run.calls import extend, logits, prefill
@@ -535,7 +535,8 @@ def _naming_failures(name: str) -> Iterator[None]:
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither kvjax's nor Python's nor an installed package's."""
-    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *INSTALLED))
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *installed))
 
 
 def _smaller(name: str, length: int) -> str:
