@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import re
 import shutil
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ import kvjax
 from kvjax.cache.given import write
 from kvjax.core.types import KvjaxError
 from kvjax.eval import Spec, compare
+from kvjax.eval.run import store
 from kvjax.methods.identity import identity
 from kvjax.methods.strings import named, parse
 from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
@@ -160,6 +162,14 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     recipe("an idea of mine")(mine)
     before = run(model, "mine")
     assert run(model, "mine") == before
+
+    records = tmp_path / "run" / store.RECORDS
+    written = records.read_text()
+    records.write_text(re.sub('"meant": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))  # as kvjax 0.1 wrote
+    assert len(store.read(tmp_path / "run")) == written.count("\n")
+    with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
+        run(model, "mine")
+    records.write_text(written)
 
     def mine(budget: int = 8) -> Method:
         return signed(-1.0)
