@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import kvjax
 from kvjax.core import memory
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine import forward
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
@@ -62,9 +64,9 @@ def test_only_true_tokens_are_kept(model):
         state = step(model.params, state, s, target=target)
     assert [row.tolist() for row in np.asarray(state.out)] == out.tokens
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
-    _, state = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
-    np.testing.assert_array_equal(state.cache.length, state.length)
-    for got, want in zip(state.cache.layers, state.layers, strict=True):
+    _, cache = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
+    np.testing.assert_array_equal(state.cache.length, cache.length)
+    for got, want in zip(state.cache.layers, cache.layers, strict=True):
         np.testing.assert_array_equal(got.pos, want.pos)
         for a, b in ((got.k, want.k), (got.v, want.v)):
             assert a.host
@@ -139,7 +141,9 @@ def after_the_fetch(text: str) -> list[str]:
 
 def lowered(model, method: str) -> str:
     state, s, target = start(model, method)
-    return jax.jit(loop.step, static_argnames="target").lower(model.params, state, s, target=target).as_text()
+    inlined = forward.Compiled(forward._run_layer, forward._unembed)  # so that a layer is no call in the text
+    step = jax.jit(functools.partial(loop.step, compiled=inlined), static_argnames="target")
+    return step.lower(model.params, state, s, target=target).as_text()
 
 
 def test_nothing_in_a_step_waits_for_the_rows_of_the_next():

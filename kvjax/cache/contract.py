@@ -22,7 +22,7 @@ import numpy as np
 from kvjax.core.attention import Pattern
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.core.types import Array, Block, KvjaxError, TracedCall, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +225,8 @@ class Cache:
     plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
     dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
+    # A fingerprint of that model's weights; empty where nobody looked, as under a transformation of `params`.
+    weights: str = dataclasses.field(default="", metadata={"static": True})
 
     def __repr__(self) -> str:
         rows, layers = self.length.shape[0], len(self.layers)
@@ -237,6 +239,11 @@ class Cache:
 
     def check_whole(self) -> None:
         """Raises KvjaxError where its arrays have been given away."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            raise TracedCall(
+                "this cache is traced by a JAX transformation, and what kvjax's convenient calls check and measure are "
+                "values: use kvjax.functional (prefill, extend, decode) inside jit, grad, vmap and scan"
+            )
         if self.used_up:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
