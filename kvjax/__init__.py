@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
     from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
-    from kvjax.core.types import GradientThroughBits, IncompatibleMethod, KvjaxError, KvjaxWarning
+    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
     from kvjax.models.model import Model, load, random_model
@@ -41,7 +41,6 @@ __all__ = [
     "CacheBytes",
     "Config",
     "Context",
-    "GradientThroughBits",
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
@@ -75,7 +74,7 @@ _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.contract": ("Cache",),
     "kvjax.cache.method": ("Method",),
-    "kvjax.core.types": ("GradientThroughBits", "IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
+    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
