@@ -48,10 +48,6 @@ class StraightThrough(Around, KeysByPrompt):
 
     is_smooth = True
 
-    def at(self, spec: LayerSpec) -> Codec:
-        inner = self.inner.at(spec)
-        return inner if inner.is_smooth else StraightThrough(inner)  # `Ends` is exact in some layers
-
     def begin(self, x: Array, pos: Array, seen: Obs | None) -> Carried:
         return Carried(self.inner.begin(*_constant(x, pos, seen)), x)
 
@@ -116,7 +112,7 @@ def _constant(*trees: Any) -> Any:
     return found if len(trees) > 1 else found[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableLayer(MethodLayer):
     """A bound layer of a `Method` whose codecs carry gradients: what it packs stays floats in device memory."""
 
