@@ -24,7 +24,14 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
     from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
-    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning, OtherWeights, TracedCall
+    from kvjax.core.types import (
+        GradientThroughBits,
+        IncompatibleMethod,
+        KvjaxError,
+        KvjaxWarning,
+        OtherWeights,
+        TracedCall,
+    )
     from kvjax.engine.sampling import SamplingParams
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
@@ -43,6 +50,7 @@ __all__ = [
     "CacheBytes",
     "Config",
     "Context",
+    "GradientThroughBits",
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
@@ -79,7 +87,7 @@ _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.contract": ("Cache",),
     "kvjax.cache.method": ("Method",),
-    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning", "OtherWeights", "TracedCall"),
+    "kvjax.core.types": ("GradientThroughBits", "IncompatibleMethod", "KvjaxError", "KvjaxWarning", "OtherWeights", "TracedCall"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),

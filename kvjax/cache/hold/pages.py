@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -186,7 +187,9 @@ class Pages(Apart):
         """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
         R = store.pos.shape[2]
         total = bytes_beyond(store, R, [count * self.page for count in pages])
-        codes = [x for x in (store.k, store.v) if isinstance(x, ByPage) and self.page > 1]
+        # A codec around another one holds its pages within what it stores.
+        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, ByPage))
+        codes = [x for x in held if isinstance(x, ByPage) and self.page > 1]
         of_pages = bytes_beyond(codes, R // self.page, pages)
         return {kind: size + of_pages[kind] for kind, size in total.items()}
 
@@ -258,7 +261,7 @@ def _attend_side_by_side(q: Array, block: Block, q_pos: Array, window: int | Non
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
     s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
-    m = s.reshape(B, G, T, P, -1).max(-1)
+    m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
     p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))
