@@ -108,6 +108,8 @@ class OtherWeights(KvjaxError):
 
 class TracedCall(KvjaxError):
     """A convenient call within a JAX transformation; `kvjax.functional` has the function to use there."""
+
+
 class GradientThroughBits(KvjaxError):
     """A gradient that would pass through integers, which carry none; `holder` says what these are."""
 
