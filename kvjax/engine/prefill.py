@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.contract import Cache, slots_of
 from kvjax.cache.select.shares import SHARED_ROUNDING
-from kvjax.core.mesh import constrain
+from kvjax.core.mesh import constrain, vary
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.engine import sharded_layer
 from kvjax.engine.forward import (
@@ -89,7 +89,8 @@ def prefill(
         )
         states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
     logits = compiled.unembed(outer_params(params), hidden, target=target)
-    return logits, Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name)
+    # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
+    return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
 
 def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
@@ -106,7 +107,7 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
     states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
-    return Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name)
+    return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
 def _run_whole(
