@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.contract import Cache, KVMethod
-from kvjax.core import arguments
+from kvjax.cache.shared import SharedState
+from kvjax.core import arguments, memory
 from kvjax.core.attention import causal
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, KvjaxError
@@ -40,7 +41,7 @@ from kvjax.methods.catalogue import load_ours
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 
-__all__ = ["bind", "decode", "empty", "extend", "logits", "prefill"]
+__all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
 
 load_ours()  # JAX knows the states of all methods by their classes, when it reads an exported program
 
@@ -200,6 +201,37 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
     _check_plan(plan, config)
     batch, capacity = _integer("batch", batch), _integer("capacity", capacity)
     return _prefill.empty(plan, Target(config), batch, capacity, jnp.dtype(dtype))
+
+
+def take(cache: Cache, sequences: Array) -> Cache:
+    """Takes sequences of a cache, as a beam search does in every step.
+
+    It is `jax.tree.map(lambda x: x[sequences], cache)` for caches of which all arrays lie on the device and have one
+    entry per sequence; this one moves arrays of host memory to the device and back, and leaves alone what all sequences
+    share, such as a calibrated basis.
+
+    Args:
+      cache: of B sequences.
+      sequences: i32[n], which of them, in this order, each as often as it is named.
+
+    Returns:
+      The cache of n sequences.
+
+    Raises:
+      KvjaxError: a cache behind a shared prefix, of which `kvjax.Context.pick` takes sequences.
+    """
+    batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
+    if any(isinstance(state, SharedState) for state in cache.layers):
+        raise KvjaxError("these sequences share a prefix; take some of them with Context.pick, or read them one by one")
+
+    def take_from(x: Array) -> Array:
+        if x.ndim == 0 or x.shape[0] != batch:
+            return x
+        if not memory.is_host(x):
+            return x[sequences]
+        return jax.device_put(jax.device_put(x, memory.DEVICE)[sequences], memory.HOST)
+
+    return jax.tree.map(take_from, cache)
 
 
 def _check_plan(plan: Any, config: Any) -> None:

@@ -35,7 +35,8 @@ TRIALS: dict[str, str] = {
     for recipe in load_all().values()
     for trial in recipe.trials
 }
-METHODS = tuple(recipe.name for recipe in load_all().values() if recipe.name in TRIALS)
+METHODS = tuple({name.partition(",")[0]: name for name in reversed(TRIALS)}.values())[::-1]
+"""The first trial of each method."""
 KINDS = ("full", "offload", "kivi", "int4, on the host", "h2o", "adakv", "quest", "specache", "minicache", "keyformer")
 """Methods whose states are unlike each other, for what concerns a state as a whole."""
 
@@ -320,8 +321,9 @@ def test_checkpoint_changes_no_gradient():
     jax.tree.map(functools.partial(assert_close, atol=1e-6), again, plain)
 
 
-def test_a_beam_search_in_a_scan():
-    case = Case("snapkv")
+@pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))  # on the device, on the host, with a part for all
+def test_a_beam_search_in_a_scan(name: str):
+    case = Case(name)
     logits, cache, _ = case.expected
     width = len(LENGTHS)
 
@@ -331,11 +333,13 @@ def test_a_beam_search_in_a_scan():
         total = total[:, None] + jax.nn.log_softmax(out[:, 0])
         best, at = lax.top_k(total.reshape(-1), width)
         parent, tokens = at // total.shape[1], (at % total.shape[1]).astype(jnp.int32)
-        return (jax.tree.map(lambda x: x[parent], cache), tokens, best), tokens
+        return (functional.take(cache, parent), tokens, best), tokens
 
     start = cache, logits.argmax(-1).astype(jnp.int32), jnp.zeros(width)
     (_, _, best), tokens = jax.jit(lambda start: lax.scan(step, start, length=NEW))(start)
     assert tokens.shape == (NEW, width) and np.isfinite(best).all() and best[0] >= best[1]
+    swapped = functional.extend(case.params, tokens[:1].T, functional.take(cache, jnp.array([1, 0])))[0]
+    assert_close(swapped[::-1], functional.extend(case.params, tokens[:1].T[::-1], cache)[0])
 
 
 def test_wrong_static_arguments_are_named_with_the_remedy():
