@@ -106,7 +106,7 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         if needs.probe:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
-    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
+    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots, longest=0)
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
@@ -245,18 +245,20 @@ def compress_prompts(
     target: Target,
     capacity: int,
     num_slots: tuple[int, ...],
+    longest: int | None = None,
 ) -> tuple[Any, ...]:
     """Turns the exact prompts of all layers into cache states, and empties the list on the way.
 
-    num_slots: of each layer's state, where layers divide no budget among them.
+    num_slots: of each layer's state, where layers divide no budget among them. longest: tokens of the longest prompt,
+    where a caller knows it under a transformation.
     """
     num_kept: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
         shares = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         num_kept = list(shares)
         # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
-        longest = most = min(prompts[0].k.shape[2], capacity)
-        known = np.full(shares.shape, most)
+        longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        known = np.full(shares.shape, longest)
         if not isinstance(shares, jax.core.Tracer):
             known, longest = np.asarray(shares), int(np.max(lengths))
             num_kept = list(known)

@@ -188,7 +188,7 @@ class Blocks(Reader):
             return formed + due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
 
         with jax.named_scope("form"):
-            formed, keys = lax.while_loop(more, one, (aux.formed, aux.keys))
+            formed, keys = lax.while_loop(more, one, vary((aux.formed, aux.keys)))
         return dataclasses.replace(aux, formed=formed, keys=keys)
 
     def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:

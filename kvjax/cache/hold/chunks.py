@@ -11,9 +11,10 @@ from jax import lax
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
+@exportable
 class Coded(NamedTuple):
     """Tokens as codes, and what restores them."""
 
