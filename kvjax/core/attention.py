@@ -51,7 +51,8 @@ def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
 
 def weights(s: Array) -> tuple[Array, Array, Array]:
     """Scores f32[... S], NEG where masked -> (unnormalised weights, 0 where masked; the maximum m; the sum l)."""
-    m = jnp.max(s, -1)
+    # No result depends on m, and its own gradient would be 0 / 0 where XLA computes s twice with other roundings.
+    m = lax.stop_gradient(jnp.max(s, -1))
     p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
     return p, m, p.sum(-1)
 
@@ -193,7 +194,7 @@ class _KeyBlocks(NamedTuple):
         if masked:
             s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, NEG)
         # Scaled behind the maximum, or XLA:CPU writes all scores once more, scaled, to take it.
-        m = jnp.maximum(acc.m, s.max(-1) * scale)
+        m = jnp.maximum(acc.m, lax.stop_gradient(s.max(-1) * scale))
         # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG * scale).
         p, shrink = jnp.exp(s * scale - m[..., None]), jnp.exp(acc.m - m)
         return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))

@@ -122,7 +122,7 @@ class _Look(NamedTuple):
         def over(before: tuple[Array, Array], slots: _Slots) -> tuple[tuple[Array, Array], None]:
             def more(before: tuple[Array, Array]) -> tuple[Array, Array]:
                 found, _ = self.logits(asking, slots)
-                m = jnp.maximum(before[0], found.max(-1))
+                m = jnp.maximum(before[0], lax.stop_gradient(found.max(-1)))
                 return m, before[1] * jnp.exp(before[0] - m) + jnp.exp(found - m[..., None]).sum(-1)
 
             return self.if_seen(asking, slots, more, before), None

@@ -255,7 +255,7 @@ def _attend_side_by_side(q: Array, block: Block, q_pos: Array, window: int | Non
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
     s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
-    m = s.reshape(B, G, T, P, -1).max(-1)
+    m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
     p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))

@@ -52,7 +52,8 @@ def nearest(block: Block, kept: Block, choice: Choice, at_once: int = 256) -> Lo
     def nearest_to(key: Array) -> tuple[Array, Array]:
         cosine = jnp.einsum("bkh,bknh->bkn", directions(key), towards)
         cosine = jnp.where(held, cosine, -jnp.inf)
-        return cosine.argmax(-1).astype(jnp.int32), cosine.max(-1)
+        slot = cosine.argmax(-1).astype(jnp.int32)
+        return slot, jnp.take_along_axis(cosine, slot[..., None], -1)[..., 0]
 
     found = lax.map(nearest_to, jnp.moveaxis(block.k, 2, 0), batch_size=at_once)
     slot, cosine = (jnp.moveaxis(x, 0, 2) for x in found)
