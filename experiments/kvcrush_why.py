@@ -29,11 +29,11 @@ from kvjax.cache.select.units import by_unit, evictable, split, top
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.types import Array, Block
+from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
+from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.methods.kvcrush import KVCrush, votes
 from kvjax.run.exact import Exact, read_exactly
-from kvjax.engine.plan import bind
-from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives
@@ -49,11 +49,12 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: Layer, prompt: Prompt, exact: Exact, length: int) -> Layered:
+def layered(layer: Layer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
-    cut = Prompt(prompt.k[:, :, :length], prompt.v[:, :, :length], shown(layer, prompt.q[:, :, :, :length], 0, lengths))
-    block, seen = seen_by(layer, cut, lengths)
+    queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
+    cut = LayerPrompt(prompt.k[:, :, :length], prompt.v[:, :, :length], queries)
+    block, seen = observed_block(layer, cut, lengths)
     select = layer.method.select
     found = select.scorer.scores(block, seen, layer.spec)
     units = _units(found.heads, block, length)
@@ -67,7 +68,7 @@ def _units(heads: Array, block: Block, length: int) -> Units:
     return Units(by_one, by_unit(block.k, 0, 1, 2), valid, valid)
 
 
-def _future(prompt: Prompt, length: int, end: int) -> Array:
+def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     """f32[B K T]: the mean attention of the queries length..end-1 to the tokens before them but the first."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))

@@ -43,6 +43,39 @@ class Norms(Scorer):
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstLayer(Scorer):
+    """Small values matter in the first layer, large ones in the others; `asks` is how it is found out which it is."""
+
+    asks: str = "=="
+
+    def is_first(self, spec):
+        ways = {
+            "==": lambda: spec.index == 0,
+            "in": lambda: spec.index in (0, 7),
+            "a set": lambda: spec.index in {0, 7},
+            "not": lambda: not spec.index,
+        }
+        return ways[self.asks]()
+
+    def scores(self, block, seen, spec):
+        norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
+        return by_tokens(-norms if self.is_first(spec) else norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFirstLayer(FirstLayer):
+    """The same, found out when the method is bound."""
+
+    first: bool = False
+
+    def at(self, spec):
+        return dataclasses.replace(self, first=spec.index == 0)
+
+    def is_first(self, spec):
+        return self.first
+
+
+@dataclasses.dataclass(frozen=True)
 class Window(Policy):
     """Only the last tokens stay; `fault` is what is wrong with it."""
 
@@ -104,6 +137,7 @@ class Periodic(Policy):
         Method(decode=Window(4)),
         Method(decode=Periodic()),
         Method(select=selecting(Norms(), 6)),
+        Method(select=selecting(BoundFirstLayer(), 6)),
         "offload",
     ],
     ids=str,
@@ -298,6 +332,15 @@ MENDS = {
     "other logits": ("exact", "Set `exact=False`"),
     "bytes that grow": ("bytes", "set `constant=False`"),
 }
+
+
+@pytest.mark.parametrize("asks", ["==", "in", "a set", "not"])
+def test_an_index_that_is_only_compared_is_found(asks, model):
+    """A bound layer's spec has none, so that the comparison is false in every layer, and nothing says so."""
+    says = r"place: .*test_check_method.py, line \d+: `spec.index` is used when .* method `at\(self, spec\)`"
+    with pytest.raises(BrokenRule, match=says) as error:
+        check(Method(select=selecting(FirstLayer(asks=asks), 6)), model)
+    assert error.value.rule == "place"
 
 
 @pytest.mark.parametrize("fault", FAULTY)

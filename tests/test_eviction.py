@@ -10,12 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.engine.forward import Target, layer_calls, run_layer
+from kvjax.engine.modes import FullPrefill
+from kvjax.engine.plan import bind
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import parts_of
-from kvjax.run.by_layer import LAYER
-from kvjax.engine.forward import Target
-from kvjax.run.passes import Whole, sites
-from kvjax.engine.plan import bind
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
@@ -134,11 +133,11 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     """The largest array of a layer's compiled prefill stays below T x T for one head."""
     model, T = toy_model(layers=1), 4096
     c = model.config
-    (site,) = sites(bind("accumulated:budget=64", c), c, (64,))
+    (call,) = layer_calls(bind("accumulated:budget=64", c), c, (64,))
     angles = jnp.zeros((1, T, c.head_dim // 2))
-    given = {"params": model.params["layer_0"], "x": jnp.zeros((1, T, c.width)), "angles": (angles, angles)}
-    work = Whole(jnp.array([T], jnp.int32), T, None)
-    program, _ = LAYER.compile(**given, work=work, mine=None, carry=None, setting=Setting(c), site=site)
+    given = model.params["layer_0"], jnp.zeros((1, T, c.width)), (angles, angles)
+    mode = FullPrefill(jnp.array([T], jnp.int32), T, None)
+    program = run_layer.lower(*given, mode, None, None, call=call, target=Target(c)).compile()
     stats = program.memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 

@@ -207,7 +207,7 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
     @jax.jit
     def merged(number):
         monkeypatch.setattr(sys.modules[Spread.__module__], "_chance", lambda *_: number)
-        return Spread(window=4)(block, there, choice, SPEC).v[0]
+        return Spread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):
         np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)

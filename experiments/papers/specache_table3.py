@@ -23,8 +23,8 @@ from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError, Method
-from kvjax.models.checkpoint import parameter_shapes
 from kvjax.engine.plan import bind
+from kvjax.models.checkpoint import parameter_shapes
 
 GIB = 2**30
 CONFIG = MODELS["Mistral-7B"].config

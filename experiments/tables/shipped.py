@@ -17,9 +17,9 @@ import kvjax
 from kvjax.cache import given
 from kvjax.cache.given import FOLDER
 from kvjax.cache.tables import KINDS, Kind
+from kvjax.engine.plan import specs
 from kvjax.methods.catalogue import load_all
 from kvjax.run.calibrate import arrays
-from kvjax.engine.plan import specs
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 from tests.contract import layer

@@ -10,22 +10,27 @@ from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
 
 
 class Apart:
-    """The `apart` slot of a method. What it holds is read as one more partial, and merged with that of the slots."""
+    """The `apart` slot of a method. What it holds is read as one more partial, and merged with that of the slots.
+
+    A store that differs between layers has a method `at(spec)`, which returns that of one layer, None for none there.
+    """
 
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
     host = False  # whether something of the store lives in host memory
     by_head = False  # whether heads may keep unequal numbers of tokens
     neighbour: int = 0  # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `opened` is then called
 
-    def at(self, spec: LayerSpec) -> Apart | None:
-        """What holds tokens apart in one layer; None in a layer that holds none so."""
+    @property
+    def after_prompt(self) -> Apart:
+        """The store as decode steps need it, without what says which tokens it takes; the base is all of it."""
         return self
 
-    def bind_budget(self, method: Any, spec: LayerSpec) -> Any:
+    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> Any:
         """The method in one layer, where the store divides the budget of its selection; the base changes nothing.
 
         Args:
-          method: a `Method` whose selection and store are those of this layer.
+          method: a `Method` whose components are those of this layer.
+          budget: of the selection before it was bound, for those who need the budgets of all layers.
           spec: the layer.
         """
         return method

@@ -13,8 +13,7 @@ and so must a number without axes.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ import numpy as np
 from kvjax.core.attention import Pattern
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.core.types import Array, Block, KvjaxError, TracedCall, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +32,18 @@ class LayerSpec:
     kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
     """
 
-    index: int  # 0 for the first layer; who reads it in a layer's calls has no compiled program in common with others
+    index: int | None  # 0 for the first layer; only told while a method is bound: what a bound layer keeps has None
     layers: int  # L
     kv_heads: int  # K
     groups: int  # G, query heads per key/value head
     head_dim: int  # H
     window: int | None  # the layer's sliding window: so many last positions, itself included, are visible
     rope: Rope
+
+    @property
+    def without_index(self) -> LayerSpec:
+        """The spec that a bound layer keeps: layers that differ in their place alone are then equal values."""
+        return dataclasses.replace(self, index=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +174,16 @@ class ProbedLayer(Layer, Protocol):
         ...
 
 
+@runtime_checkable
+class PromptFreeLayer(Protocol):
+    """A layer that decode steps may run in a smaller form, which more layers have in common."""
+
+    @property
+    def after_prompt(self) -> Layer:
+        """The layer without what acts on prompts alone; it extends a state exactly as this one does."""
+        ...
+
+
 class KVMethod(Protocol):
     """A KV-cache method: frozen and hashable, without arrays."""
 
@@ -179,7 +193,11 @@ class KVMethod(Protocol):
         ...
 
     def bind(self, spec: LayerSpec) -> Layer:
-        """The method in one layer; raises KvjaxError for a model that it cannot serve."""
+        """The method in one layer; raises KvjaxError for a model that it cannot serve.
+
+        Layers that are equal values share compiled programs, so that the layer should keep `spec.without_index`, and
+        beside it what follows from the index.
+        """
         ...
 
 
@@ -207,6 +225,8 @@ class Cache:
     plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
     dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
+    # A fingerprint of that model's weights; empty where nobody looked, as under a transformation of `params`.
+    weights: str = dataclasses.field(default="", metadata={"static": True})
 
     def __repr__(self) -> str:
         rows, layers = self.length.shape[0], len(self.layers)
@@ -219,59 +239,13 @@ class Cache:
 
     def check_whole(self) -> None:
         """Raises KvjaxError where its arrays have been given away."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            raise TracedCall(
+                "this cache is traced by a JAX transformation, and what kvjax's convenient calls check and measure are "
+                "values: use kvjax.functional (prefill, extend, decode) inside jit, grad, vmap and scan"
+            )
         if self.used_up:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
-
-
-class NumberRead(Exception):
-    """What a layer does depends on its place among the others."""
-
-
-class _Unnumbered(LayerSpec):
-    """A layer anywhere in a model: equal to all that differ from it in their place alone."""
-
-    def __init__(self, **fields: Any):
-        vars(self).update(fields | {"index": None})
-
-    @property
-    def index(self) -> int:
-        raise NumberRead
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unnumbered) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(vars(self).items()))
-
-    def __repr__(self) -> str:
-        return f"_Unnumbered({vars(self)})"
-
-
-@functools.lru_cache(maxsize=4096)
-def unnumbered(layer: Layer) -> Layer:
-    """The layer without its place among the others: layers that are alike are then equal.
-
-    It does whatever does not depend on that place, and raises NumberRead from what does.
-    """
-    try:
-        return _without_place(layer)
-    except NumberRead:
-        return layer
-
-
-def _without_place(x: Any) -> Any:
-    """x, with every LayerSpec in it unnumbered."""
-    if isinstance(x, LayerSpec):
-        return _Unnumbered(**vars(x))
-    if type(x) is tuple:
-        parts = tuple(map(_without_place, x))
-        return parts if any(new is not old for new, old in zip(parts, x, strict=True)) else x
-    if not dataclasses.is_dataclass(x) or isinstance(x, type):
-        return x
-    old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
-    new = {name: _without_place(value) for name, value in old.items()}
-    changed = {name: value for name, value in new.items() if value is not old[name]}
-    return dataclasses.replace(x, **changed) if changed else x
 
 
 def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:

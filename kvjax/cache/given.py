@@ -42,9 +42,12 @@ class Given:
 
     path: str = dataclasses.field(compare=False)
     kind: str
-    digest: str = dataclasses.field(init=False, repr=False)
+    digest: str = dataclasses.field(default="", repr=False)
+    index: int | None = None  # of the layer, from `at`
 
     def __post_init__(self):
+        if self.digest:
+            return
         try:
             contents = [file.read_bytes() for file in self._files()]
         except OSError as e:
@@ -59,25 +62,29 @@ class Given:
             return [Path(self.path)]
         return sorted((FOLDER / self.kind).glob("*.safetensors"))
 
+    def at(self, spec: LayerSpec) -> Given:
+        """The arrays of one layer alone; it has compiled programs of its own, of which they are constants."""
+        return dataclasses.replace(self, index=spec.index)
+
     def of(self, spec: LayerSpec, **shapes: tuple[int | None, ...]) -> dict[str, np.ndarray]:
         """The arrays of one layer, each of the shape that is asked for, None for any size.
 
         Raises KvjaxError for another kind of table, one of another model, a missing array or one of another shape.
         """
-        arrays = self._arrays(spec)
+        arrays, index = self._arrays(spec), spec.index if self.index is None else self.index
         found = {}
         for name, shape in shapes.items():
-            array = arrays.get(f"{spec.index}.{name}")
+            array = arrays.get(f"{index}.{name}")
             if array is None:
-                raise KvjaxError(f"{self.path} has no array `{spec.index}.{name}`; make the table anew")
+                raise KvjaxError(f"{self.path} has no array `{index}.{name}`; make the table anew")
             if not _fits(array.shape, shape):
                 wanted = ", ".join("any" if n is None else str(n) for n in shape)
                 raise KvjaxError(
-                    f"`{spec.index}.{name}` of {self.path} has shape {array.shape}, expected ({wanted}); make the "
+                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({wanted}); make the "
                     "table anew for this model"
                 )
             if not np.isfinite(array).all():
-                raise KvjaxError(f"`{spec.index}.{name}` of {self.path} holds a number that is not finite")
+                raise KvjaxError(f"`{index}.{name}` of {self.path} holds a number that is not finite")
             found[name] = array
         return found
 

@@ -8,12 +8,14 @@ import typing
 from typing import Any
 
 from kvjax.cache.apart import Apart
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.contract import LayerSpec, Traits
 from kvjax.cache.decode.policy import Policy
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader
+from kvjax.cache.select.budgets import budgets_of_layers
 from kvjax.cache.select.merge import Merge
 from kvjax.cache.select.represent import Represent
 from kvjax.cache.select.rescore import Rescore
@@ -87,15 +89,19 @@ class Method:
             raise KvjaxError(
                 f"device_layers={self.device_layers} but the model has {spec.layers} layers; use 0..{spec.layers}"
             )
-        select = None if self.select is None else self.select.at(spec)
-        here = dataclasses.replace(self, select=select, device_layers=0, recipe="")
+        given = dataclasses.replace(self, device_layers=0, recipe="")
         if spec.index < self.device_layers:
-            here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        here = dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec))
-        MethodLayer(here, spec).check()
-        apart = None if self.apart is None else self.apart.at(spec)
-        here = dataclasses.replace(here, apart=apart)
-        return MethodLayer(here if apart is None else apart.bind_budget(here, spec), spec)
+            given = dataclasses.replace(given, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        here = bind_fields(given, spec)
+        budgets: tuple[int | None, ...] = ()
+        if self.shares is not None and self.select is not None:
+            budgets = tuple(budget.most() for budget in budgets_of_layers(self.select.budget, spec))
+        # These two are checked as they were given: in some layers they do nothing, and would be refused only in others.
+        checked = dataclasses.replace(here, apart=given.apart, read=given.read)
+        MethodLayer(checked, spec.without_index, budgets).check()
+        if here.apart is not None and self.select is not None:
+            here = here.apart.bind_budget(here, self.select.budget, spec)
+        return MethodLayer(here, spec.without_index, budgets)
 
 
 @functools.cache

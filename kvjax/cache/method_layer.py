@@ -27,12 +27,45 @@ if TYPE_CHECKING:
     from kvjax.cache.method import Method
 
 
+_OF_PROMPTS = "select", "rescore", "represent", "merge", "shares", "attend"
+"""The components of a method that nothing but a prompt meets."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodLayer(StateOperations):
-    """A method bound to one layer: the `Layer` of the contract, by the method's slots."""
+    """A method bound to one layer: the `Layer` of the contract, by the method's slots.
+
+    Layers of a model that do the same are equal values, wherever they stand.
+
+    Attributes:
+      method: its components as they are in this layer.
+      spec: the layer's, without its index.
+      budgets: the tokens that the selection would keep in each layer of the model, None for no bound; only where
+        layers divide one budget, empty otherwise.
+    """
 
     method: Method
     spec: LayerSpec
+    budgets: tuple[int | None, ...] = ()
+
+    # Compiled programs are found by layers, in every step: a hash that is computed anew each time walks all components.
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self) or self._hash != other._hash:
+            return False
+        return (self.method, self.spec, self.budgets) == (other.method, other.spec, other.budgets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is cached: hashes of strings differ between processes.
+        return type(self), (self.method, self.spec, self.budgets)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.method, self.spec, self.budgets))
 
     @property
     def k(self) -> Codec:
@@ -60,6 +93,20 @@ class MethodLayer(StateOperations):
         shared = m.shares is not None
         return Needs(queries, chunk, m.read.guesses, shared, m.attend, output, hidden, probe, neighbour, endless)
 
+    @functools.cached_property
+    def after_prompt(self) -> MethodLayer:
+        """The layer as decode steps need it: without the components that act on prompts alone.
+
+        Methods that only select have one decode program in common. What is asked about a cache's content, as its bytes
+        or positions, is asked of the layer itself.
+        """
+        if self.method.decode is not None:  # a policy may make the selection again
+            return self
+        method = dataclasses.replace(self.method, **dict.fromkeys(_OF_PROMPTS))
+        if method.apart is not None:
+            method = dataclasses.replace(method, apart=method.apart.after_prompt)
+        return dataclasses.replace(self, method=method, budgets=())
+
     def check(self) -> None:
         """Raises IncompatibleMethod for slots that cannot work together."""
         company.check(self)
@@ -67,7 +114,7 @@ class MethodLayer(StateOperations):
     def kept(self, prompt: int) -> int:
         """Most tokens that a prompt of this length leaves in this layer."""
         m = self.method
-        kept = m.select.kept(prompt, self.spec) if m.select else prompt
+        kept = m.select.kept(prompt) if m.select else prompt
         return m.decode.kept(self, kept) if m.decode else kept
 
     def slots(self, prompt: int, room: int) -> int:
@@ -140,7 +187,7 @@ class MethodLayer(StateOperations):
         share: of the places of all heads; a head may then have more tokens than `slots`.
         """
         m = self.method
-        keep = m.select.counts(block, seen, slots, self.spec)
+        keep = m.select.counts(block, seen, slots)
         choice = m.select.choose(block, seen, keep, slots, self.spec, m.represent, share, m.rescore)
         kept = gather(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.contract import unnumbered
 from kvjax.core import memory
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block
@@ -48,7 +47,7 @@ def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict
         block = Block(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
         return jax.make_jaxpr(keep)(block, Obs(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
 
-    return remembered((unnumbered(layer), slots, dtype, filled), trace)
+    return remembered((layer, slots, dtype, filled), trace)
 
 
 def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:

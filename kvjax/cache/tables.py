@@ -30,6 +30,7 @@ class Kind:
     queries: int | None = 0  # of a text's last queries, as in `Needs`, that `count` wants to see
     output = False  # whether `count` wants to see the layer's output projection
     hidden = False  # whether it wants to see the hidden states
+    placed = False  # whether `count` reads `spec.index`: each layer then has a compiled program of its own
 
     @classmethod
     def given(cls, path: str) -> Given:

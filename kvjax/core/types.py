@@ -134,6 +134,14 @@ class IncompatibleMethod(KvjaxError):
     """Two slots of a method that cannot work together."""
 
 
+class OtherWeights(KvjaxError):
+    """A cache that a model of other weights, configuration or dtype filled."""
+
+
+class TracedCall(KvjaxError):
+    """A convenient call within a JAX transformation; `kvjax.functional` has the function to use there."""
+
+
 class SlotTaken(IncompatibleMethod):
     """Two methods that fill the same slot differently."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.contract import KVMethod, LayerSpec
+from kvjax.cache.contract import KVMethod, Layer, LayerSpec
 from kvjax.core import memory
 from kvjax.engine.forward import Plan
 from kvjax.methods.strings import method_of
@@ -30,4 +30,6 @@ def bind(method: str | KVMethod | None, config: Config, differentiable: bool = F
     method = method_of(method)
     if method.traits.host:
         memory.require_host_memory()
-    return tuple(method.bind(spec) for spec in specs(config))
+    known: dict[Layer, Layer] = {}
+    # Equal layers become one object: they are compared in every step, which then ends at identity.
+    return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs(config)))

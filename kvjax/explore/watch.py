@@ -46,7 +46,7 @@ class Watched:
 
     def bind(self, spec: LayerSpec) -> WatchedLayer:
         """The method in one layer; raises KvjaxError for a model that it cannot serve."""
-        return WatchedLayer(self.method.bind(spec), spec, self.capacity)
+        return WatchedLayer(self.method.bind(spec), spec.without_index, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)

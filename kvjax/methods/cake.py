@@ -64,11 +64,10 @@ class Preference(LayerShares):
 
     def tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
-        budgets = [select.budget.most(i, L) for i in range(L)]
-        if None in budgets:
+        if None in layer.budgets:
             raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)
-        total = jnp.minimum(jnp.array(budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
+        total = jnp.minimum(jnp.array(layer.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
         most = lengths - always
         whole = measures.sum(0, keepdims=True)
         share = jnp.where(whole > 0, measures / jnp.maximum(whole, 1e-30), 1 / L)

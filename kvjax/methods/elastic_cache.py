@@ -70,7 +70,7 @@ class FixedPoint(Policy):
 
     def check(self, layer: Any) -> None:
         m = layer.method
-        budget = None if m.select is None else m.select.most(layer.spec)
+        budget = None if m.select is None else m.select.most()
         if budget is None or m.shares is not None:
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
@@ -83,7 +83,7 @@ class FixedPoint(Policy):
             )
 
     def slots(self, layer: Any) -> int:
-        return layer.method.select.most(layer.spec) + 1
+        return layer.method.select.most() + 1
 
     def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]

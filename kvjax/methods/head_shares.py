@@ -15,7 +15,7 @@ from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Budget, kept_by_length
+from kvjax.cache.select.budgets import Budget, budgets_of_layers, kept_by_length
 from kvjax.cache.select.ranking import Candidates, Counted
 from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.select import Select
@@ -109,7 +109,7 @@ class Division:
     def tokens(self, longest: int) -> np.ndarray:
         """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
         # The selection's own check: a budget in tokens must have room for what stays in any case.
-        kept_by_length(self.budget, longest, 0, self.model[0], self.sinks + self.recent)
+        kept_by_length(self.budget, longest, self.sinks + self.recent)
         return _tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,7 +118,7 @@ class Division:
         This is `units.split` for all lengths at once.
         """
         length = np.arange(longest + 1)
-        budget = self.budget.by_length(longest, 0, self.model[0])
+        budget = self.budget.by_length(longest)
         keep = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
         front = np.minimum(self.sinks, keep)
         back = np.minimum(self.recent, keep - front)
@@ -216,29 +216,28 @@ class LayerDivision(HeadShares, Budget):
     """A division in one layer: the mean of its heads, as the selection's budget, and what each head keeps."""
 
     division: Division
-    index: int
-    level = True  # the index above says which layer it is
+    index: int  # of the layer
 
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def by_length(self, longest: int, layer: int, layers: int) -> np.ndarray:
+    def by_length(self, longest: int) -> np.ndarray:
         """The mean over the heads, rounded up to whole units."""
         tokens, size = self.tokens_by_length(longest), self.division.size
         always = self.division.quota(longest)[0]
         units = (tokens - always[:, None]).sum(1) // size
         return (always - size * (-units // tokens.shape[1])).astype(np.int32)
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
-        return int(self.by_length(length, layer, layers)[length])
+    def kept(self, length: int) -> int:
+        return int(self.by_length(length)[length])
 
-    def most(self, layer: int, layers: int) -> int | None:
-        most = self.division.budget.most(0, layers)
+    def most(self) -> int | None:
+        most = self.division.budget.most()
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
         first = _arrays(self.division.given, self.division.model)[0][0]
-        return int(self.by_length(int(most / first) + 2 * self.division.size, layer, layers).max())
+        return int(self.by_length(int(most / first) + 2 * self.division.size).max())
 
     def of_rows(self, lengths: Array, longest: int) -> HeadShares:
         return _OfRows(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
@@ -261,9 +260,9 @@ class CalibratedDivision(HeadShares):
         _arrays(self.given, _shape(spec))
         return self
 
-    def bind_budget(self, method: Any, spec: LayerSpec) -> tuple[Select, HeadShares]:
+    def bind_budget(self, method: Any, budget: Budget, spec: LayerSpec) -> tuple[Select, HeadShares]:
         select = method.select
-        if not select.budget.level:
+        if len(set(budgets_of_layers(budget, spec))) > 1:
             raise IncompatibleMethod(
                 f"head shares (slot `apart`) divide one budget among all layers, and {type(select.budget).__name__} "
                 "(slot `select`) has divided it already; give all layers the same, as in 'snapkv:budget=256 + "

@@ -47,6 +47,7 @@ class Keyformer(Policy):
     tau_end: float = 2.0
     steps: int = 100
     seed: int = 0
+    layer: int = 0  # from `at`
 
     queries: ClassVar[int | None] = None  # all of the prompt's
     weights: ClassVar[bool] = True
@@ -58,6 +59,9 @@ class Keyformer(Policy):
                 f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
                 "and 2"
             )
+
+    def at(self, spec: LayerSpec) -> Keyformer:
+        return dataclasses.replace(self, layer=spec.index)
 
     def slots(self, layer: Any) -> int:
         return self.budget + 1
@@ -93,7 +97,7 @@ class Keyformer(Policy):
 
         q_pos i32[B T], pos i32[B 1|K S].
         """
-        layer = jnp.full((1, 1, 1, 1, 1), spec.index, jnp.int32)
+        layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
         head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
         group = jnp.arange(spec.groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])

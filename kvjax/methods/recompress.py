@@ -42,7 +42,7 @@ class Recompress(Policy):
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
-        if select.most(layer.spec) is None:
+        if select.most() is None:
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.shares is not None:
             raise IncompatibleMethod(
@@ -58,7 +58,7 @@ class Recompress(Policy):
 
     def target(self, layer: Any) -> int:
         """Tokens that are left by a compression."""
-        return layer.method.select.most(layer.spec)
+        return layer.method.select.most()
 
     def most(self, layer: Any) -> int:
         """Tokens of a head that are held when the selection is made again."""

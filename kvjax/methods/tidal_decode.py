@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
+from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.method import Method
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader, Reading, by_query_blocks, logits
@@ -34,6 +34,7 @@ class PersistentTokens(Reader):
     topk: int
     dense: int = 2
     reselect: int = 13
+    chooses: bool = True  # in this layer, from `at`
 
     any_slot = False  # positions are looked up in slots in the order of time
 
@@ -44,12 +45,16 @@ class PersistentTokens(Reader):
                 f"topk={self.topk}, dense={self.dense}, reselect={self.reselect}; the paper's code uses 256, 2 and 13"
             )
 
+    def at(self, spec: LayerSpec) -> Reader:
+        if spec.index < self.dense:
+            return Full()
+        # Of the two numbers of layers nothing is left that would tell one layer from another like it.
+        return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
+
     def read(
         self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
     ) -> Reading:
-        if layer.spec.index < self.dense:
-            return Full().read(layer, state, q, q_pos, guessed, carry)
-        if carry is None or layer.spec.index in (self.dense, self.reselect):
+        if carry is None or self.chooses:
             return self._choose(layer, state, q, q_pos)
         chosen = jnp.moveaxis(carry, 2, 3)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.core import documents, memory
 from kvjax.core.files import replacing
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, KvjaxError, OtherWeights
 from kvjax.models.model import Model
 
 HEADER, SEAL = "header", "seal"
@@ -120,12 +120,12 @@ def _check(header: Mapping[str, Any], path: str | Path, form: Format, model: Mod
             f"version {form.version} of {form.name!r}; read the documents again"
         )
     if header["model"] != _digest(model):
-        raise KvjaxError(
+        raise OtherWeights(
             f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
             "that model, or read the documents again with this one"
         )
     if header.get("weights", "") not in ("", model.fingerprint):
-        raise KvjaxError(
+        raise OtherWeights(
             f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
             "the documents again with this one"
         )

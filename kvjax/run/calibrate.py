@@ -39,7 +39,7 @@ class Counting:
     traits = Traits()
 
     def bind(self, spec: LayerSpec) -> CountingLayer:
-        return CountingLayer(self.kind, spec)
+        return CountingLayer(self.kind, spec if self.kind.placed else spec.without_index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,7 @@ def extend(
     Rows may be of unequal length; beyond a row's length the logits mean nothing. method: the cache knows its own; one
     that is named must be that one. decoded: which tokens stand for what the method would decode, all or those marked
     in each row: one that looks ahead must guess these, as it does then, and is not told. Raises when the cache has no
-    room, or when a model of another configuration or dtype, or another method, filled it; a model of equal
-    configuration and other weights is not noticed.
+    room, and when another model or method filled it.
     """
     cache, ids = checked(model, cache, method), token_ids(model, ids)
     return extend_padded(model, ids, cache, decoded)

@@ -41,11 +41,15 @@ def compiled_for(model: Model, num_tokens: int, *, in_place: bool, logits_of: in
     return Compiled(run_layer, unembed)
 
 
-@functools.cache
 def jit_with(
     fun: Callable[..., Any], static: tuple[str, ...] = (), donate: tuple[str, ...] = (), options: Options = ()
-) -> Callable[..., Any]:
+) -> Any:
     """`jax.jit`, once for each set of arguments."""
+    return _jit(fun, static, donate, options)
+
+
+@functools.cache
+def _jit(fun: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...], options: Options) -> Any:
     return jax.jit(fun, static_argnames=static, donate_argnames=donate, compiler_options=dict(options) or None)
 
 

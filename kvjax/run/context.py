@@ -16,7 +16,7 @@ from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
 from kvjax.core import arguments
 from kvjax.core.shown import table
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, KvjaxError, OtherWeights
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.methods.strings import method_of, name_of
@@ -268,7 +268,7 @@ class Context:
             if not isinstance(other, Context):
                 raise KvjaxError(f"a context is joined with other contexts, got {other!r:.80}")
             if other.model is not self.model and other.model.fingerprint != self.model.fingerprint:
-                raise KvjaxError("these contexts are of models with other weights or types; join those of one model")
+                raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
         parts = (self, *others)
         known = {x.last.shape[1] for x in parts}
         cache = states.join([x.cache for x in parts])

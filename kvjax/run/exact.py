@@ -57,7 +57,7 @@ class Exact:
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():
             layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
-        cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name)
+        cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, model.fingerprint)
         return Context(model, cache, self.last, method, timer.run_seconds)
 
     def _read_again(self, method: KVMethod, capacity: int) -> Context:

@@ -98,8 +98,7 @@ def generate(
       stop: strings before which a row's text ends; its tokens end with the one that completes the string.
       capacity: tokens per row that the cache has room for; default what is needed.
       cache: go on from it (of `prefill` or `extend`; it stays usable and knows its method), the prompts being what
-        comes next. One of a model of another configuration or dtype is refused; one of equal configuration and other
-        weights is not noticed.
+        comes next. One that a model of other weights filled is refused.
       loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
         all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
         Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to

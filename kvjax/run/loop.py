@@ -30,9 +30,15 @@ class DecodeState:
     eos: Array  # i32[E]
 
 
-@functools.partial(jax.jit, static_argnames="num_tokens")
+@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts"))
 def begin(
-    logits: Array, key: Array, eos: Array, sampler: Sampler, num_tokens: int, first_row: Array | int = 0
+    logits: Array,
+    key: Array,
+    eos: Array,
+    sampler: Sampler,
+    num_tokens: int,
+    first_row: Array | int = 0,
+    has_drafts: bool = False,
 ) -> DecodeState:
     """Draws the first token.
 
@@ -43,6 +49,7 @@ def begin(
       sampler: how tokens are drawn.
       num_tokens: the most to generate, this one included.
       first_row: i32[], the number by which the first sequence draws.
+      has_drafts: whether steps carry a draft, which `draft_first` then makes.
 
     Returns:
       The state, still without the cache.
@@ -51,7 +58,8 @@ def begin(
     out = jnp.full((B, num_tokens), -1, jnp.int32)
     keys = row_keys(key, B, first_row)
     state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos)
-    return _draw_next(state, logits[:, None], sampler)
+    state = _draw_next(state, logits[:, None], sampler)
+    return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
 
 
 def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:

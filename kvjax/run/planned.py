@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
-from kvjax.cache.contract import KVMethod, Layer, slots_of, unnumbered
+from kvjax.cache.contract import KVMethod, Layer, slots_of
 from kvjax.cache.select.shares import SHARED_ROUNDING
 from kvjax.core import arguments
 from kvjax.core.observe import Obs
@@ -98,7 +98,7 @@ def counted(
     held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
     known: dict[Any, tuple[dict[str, int], dict[str, int]]] = {}
     for layer, count in zip(plan, slots, strict=True):
-        alike = unnumbered(layer), count  # layers that differ in their place alone take equally many bytes
+        alike = layer, count  # equal layers take equally many bytes
         if alike not in known:
             arrays, tree = abstract_state(layer, config, width, count, batch, dtype)
             nothing = {"device": 0, "pinned_host": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,8 @@ def run_prompts(
             compiled=compiled,
             progress=_track if progress else iter,
         )
-        return jax.block_until_ready(out)
+        last, cache = jax.block_until_ready(out)
+    return last, dataclasses.replace(cache, weights=model.fingerprint)
 
 
 def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:

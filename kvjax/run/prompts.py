@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.mesh import check_divides, named
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, KvjaxError, TracedCall
 from kvjax.models.model import Model
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]] | np.ndarray
@@ -41,6 +42,7 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
     if not isinstance(model, Model):
         raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
+    check_not_traced(model, prompts)
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):
@@ -60,6 +62,16 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         if bad is not None:
             raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
     return ids
+
+
+def check_not_traced(model: Model, *arguments: Any) -> None:
+    """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
+    leaves = [model.params["embedding"], *jax.tree.leaves(arguments), jnp.asarray(np.int32(0))]
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TracedCall(
+            "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
+            "functions of kvjax.functional there, logits, prefill, extend and decode"
+        )
 
 
 def _check_several(prompts: Sequence[str] | Sequence[Sequence[int]] | np.ndarray) -> None:

@@ -51,7 +51,11 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
     layers = _layers(model, method, header, found, path)
     last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
     plan = bind(method, model.config)
-    return method, Cache(layers, length, header["capacity"], plan, model.config, model.dtype.name), last
+    return (
+        method,
+        Cache(layers, length, header["capacity"], plan, model.config, model.dtype.name, model.fingerprint),
+        last,
+    )
 
 
 def _code(method: KVMethod) -> str:

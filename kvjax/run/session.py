@@ -39,6 +39,7 @@ class DecodeSession:
     sampler: Sampler
     timer: Timer
     prefill_seconds: float
+    weights: str = ""  # the fingerprint of those that filled the cache
     stop: tuple[str, ...] = ()  # strings at which the text of a sequence ends
     loop: str = "while"
     decode_seconds: float = 0.0
@@ -106,13 +107,17 @@ class DecodeSession:
 
     def program(self) -> str:
         """The optimized program of the loop, for looking at."""
-        lowered = self._program(decode_loop.decode_until).lower(**self._arguments(), limit=np.int32(0))
-        return lowered.compile().as_text()
+        jitted, arguments = self.loop_program()
+        return jitted.lower(**arguments).compile().as_text()
+
+    def loop_program(self) -> tuple[Any, dict[str, Any]]:
+        """The loop as one jitted program, and what it is called with."""
+        return self._program(decode_loop.decode_until), self._arguments() | {"limit": np.int32(0)}
 
     @property
     def cache(self) -> Cache:
         """The cache as it is now; the next step uses it up."""
-        return self.state.cache
+        return dataclasses.replace(self.state.cache, weights=self.weights)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -204,11 +209,14 @@ def start_decoding(
             sampler,
             num_tokens=max_new_tokens,
             first_row=np.int32(first_row),
+            has_drafts=num_draft_tokens(cache.plan) > 0,
         )
         if keep:
             cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), cache)
+        # Compiled loops serve all models of a configuration, so that the state does not carry the weights' fingerprint.
+        cache, weights = dataclasses.replace(cache, weights=""), cache.weights
         state = jax.block_until_ready(dataclasses.replace(state, cache=cache))
-    session = DecodeSession(model, state, sampler, timer, prefill_seconds, stop, loop)
+    session = DecodeSession(model, state, sampler, timer, prefill_seconds, weights, stop, loop)
     if num_draft_tokens(cache.plan) and max_new_tokens > 1:
         session.draft_first()
     return session

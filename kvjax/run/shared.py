@@ -66,7 +66,7 @@ def read_behind(
         last = compiled.unembed(outer, take_last(hidden, lengths), target=target)
         length = before + lengths
         jax.block_until_ready((last, layers, length))
-    return last, Cache(layers, length, capacity, plan, model.config, model.dtype.name)
+    return last, Cache(layers, length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
 
 
 @pytree

@@ -109,7 +109,10 @@ def speculate(
     extra = max_new_tokens + ahead  # a last round may feed so many more than are wanted
     _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", timer)
     last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", timer)
-    read_seconds, first = timer.run_seconds, {"logits": last, "verifier": cache, "draft": guessing}
+    read_seconds, first = (
+        timer.run_seconds,
+        {"logits": last, "verifier": _unmarked(cache), "draft": _unmarked(guessing)},
+    )
     sizes = {"ahead": ahead, "length": max_new_tokens}
     rounds = _decoded(model, drafter, first, params, how, timer, **sizes, eos_ids=eos_ids)
     _check_never_stuck(rounds, draft, method)
@@ -136,6 +139,11 @@ def _decoded(
     with timer.timed():
         rounds = start_rounds(**first, key=seeded(params.seed), eos=eos, sampler=s, length=length)
         return jax.block_until_ready(run_rounds(**both, rounds=rounds, sampler=s, how=how, ahead=ahead))
+
+
+def _unmarked(cache: Cache) -> Cache:
+    """The cache without the weights' fingerprint, which compiled rounds would be made anew for."""
+    return dataclasses.replace(cache, weights="")
 
 
 def _check_alike(model: Model, drafter: Model, ids: list[list[int]], draft_ids: list[list[int]]) -> None:

@@ -16,7 +16,7 @@ from kvjax.cache.contract import Cache, Layer
 from kvjax.cache.states import KEEP, as_one, as_rows
 from kvjax.core import arguments
 from kvjax.core.mesh import check_divides, per_device
-from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
+from kvjax.core.types import Array, IncompatibleMethod, KvjaxError, OtherWeights
 
 
 def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
@@ -93,6 +93,8 @@ def join(caches: Sequence[Cache]) -> Cache:
         cache.check_whole()
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
+        if cache.weights and first.weights and cache.weights != first.weights:
+            raise OtherWeights(f"cache {i} is of a model with other weights than cache 0; join those of one model")
         if cache.config != first.config or cache.plan != first.plan:
             raise KvjaxError(f"cache {i} is of another model or method than cache 0; join those of one")
         if cache.capacity != first.capacity:

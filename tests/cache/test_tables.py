@@ -12,8 +12,8 @@ from kvjax.cache import tables
 from kvjax.cache.given import FOLDER, Given
 from kvjax.cache.tables import KINDS, Kind, table
 from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import load_all
 from kvjax.engine.plan import specs
+from kvjax.methods.catalogue import load_all
 from tests.contract import layer, test_devices
 
 load_all()

@@ -15,8 +15,8 @@ from jax import lax
 from kvjax.cache.contract import Layer, LayerSpec, slots_of
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block
+from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.methods.strings import method_of
-from kvjax.run import reading
 from kvjax.testing import dense_attention
 
 B, K, G, H = 3, 2, 2, 32
@@ -111,17 +111,17 @@ def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
     seen, lengths = observed(layer, q, block)
     keep = None
     if layer.needs.all_layers:
-        measures = layer.measure(*reading.seen_by(layer, seen, lengths))
+        measures = layer.measure(*observed_block(layer, seen, lengths))
         keep = layer.shares(jax.tree.map(lambda x: x[None], measures), lengths)[0]
-    return layer.prefill(*reading.seen_by(layer, seen, lengths, keep), slots)
+    return layer.prefill(*observed_block(layer, seen, lengths, keep), slots)
 
 
-def observed(layer: Layer, q: jax.Array, block: Block) -> tuple[reading.Prompt, jax.Array]:
+def observed(layer: Layer, q: jax.Array, block: Block) -> tuple[LayerPrompt, jax.Array]:
     """The prompts with all that the layer asks to see of them, and their lengths."""
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    seen = reading.Prompt(block.k, block.v, reading.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
+    seen = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
     if layer.needs.probe is not None:
-        seen = seen._replace(probed=_looked(layer, seen, q, lengths))
+        seen = seen._replace(replay_scores=_looked(layer, seen, q, lengths))
     return seen, lengths
 
 
@@ -136,9 +136,9 @@ def _model_of(layer: Layer, q: jax.Array, block: Block) -> tuple[jax.Array | Non
     return hidden, output
 
 
-def _looked(layer: Layer, prompt: reading.Prompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
+def _looked(layer: Layer, prompt: LayerPrompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
     """What the layer sees of prompts that are repeated whole, with the same queries, keys and values."""
-    block, seen = reading.seen_by(layer, prompt, lengths)
+    block, seen = observed_block(layer, prompt, lengths)
     again = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
     fresh = Block(block.k, block.v, again)
     nothing = jnp.zeros(block.k.shape[:3], jnp.float32)

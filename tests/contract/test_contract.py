@@ -1,4 +1,7 @@
-"""The battery that every trial of every method passes (C1 to C6, and C10), and the register that it runs over."""
+"""The battery that every trial of every method passes (C1 to C7, and C10), and the register that it runs over.
+
+What `kvjax.conformance` says of any states, it says of these (C4, C7); its other rules are of a whole model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.select.shares import SHARED_ROUNDING
+from kvjax.conformance import changed_types, wrong_positions
 from kvjax.core.types import IncompatibleMethod
+from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
 from tests.contract import edges, layer
@@ -118,7 +123,7 @@ def test_c3_only_the_committed_tokens_are_kept(trial: Trial):
 def test_c4_extend_keeps_shapes_dtypes_and_memory_kinds(trial: Trial):
     bound, d, state = start(trial.small)
     _, after = layer.extend(bound)(state, d.token(0))
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    assert not changed_types(state, after)
     kinds = [jax.tree.map(lambda x: x.sharding.memory_kind, s) for s in (after, state)]
     assert kinds[0] == kinds[1]
 
@@ -160,6 +165,15 @@ def test_c6_bytes_are_the_recipes_and_the_planned_ones(trial: Trial, dtype):
 
 
 @every
+def test_c7_a_head_holds_tokens_of_the_text_each_once_and_the_newest(trial: Trial):
+    bound, d, state = start(trial.small)
+    for step in range(3):
+        for row, heads in enumerate(np.asarray(bound.positions(state))):
+            assert not wrong_positions(method_of(trial.small), heads, int(d.lengths[row]) + step, bool(step))
+        _, state = layer.extend(bound)(state, d.token(step))
+
+
+@every
 def test_c10_what_breaks_naive_code_gives_numbers(trial: Trial):
     bound = layer.bound(trial.small)
     for cases, d in edges.batches():
@@ -182,7 +196,7 @@ def test_c10_a_token_that_is_taken_back_leaves_no_trace(trial: Trial):
     except IncompatibleMethod as e:
         assert "keep" in str(e)
         return
-    assert jax.tree.map(jax.typeof, back) == jax.tree.map(jax.typeof, state)
+    assert not changed_types(state, back)
     for t in (0, 1):
         (mine, back), (want, state) = (layer.extend(bound)(s, d.token(t)) for s in (back, state))
         np.testing.assert_allclose(mine[most > 0], want[most > 0], atol=1e-6)

@@ -22,10 +22,10 @@ from kvjax.core.mesh import layer_axes, named, over_heads, per_device
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine import sharded_layer
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
-from kvjax.run import devices
 from kvjax.testing import toy_model
 from tests.contract import layer
 
@@ -75,16 +75,16 @@ class Spread:
         return self.layer.needs
 
     def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
-        return devices.prefill(self.layer, block, seen, slots, self.mesh)
+        return sharded_layer.prefill(self.layer, block, seen, slots, self.mesh)
 
     def extend(self, state: Any, q: jax.Array, fresh: Block, commit: int, carry: Any) -> tuple[jax.Array, Any, Any]:
-        return devices.extend(self.layer, state, q, fresh, commit, carry, self.mesh)
+        return sharded_layer.extend(self.layer, state, q, fresh, commit, carry, self.mesh)
 
     def look(self, block: Block, start: jax.Array, seen: Obs, fresh: Block, before: jax.Array) -> jax.Array:
-        return devices.look(self.layer, block, start, seen, fresh, before, self.mesh)
+        return sharded_layer.look(self.layer, block, start, seen, fresh, before, self.mesh)
 
     def measure(self, block: Block, seen: Obs | None) -> jax.Array:
-        return devices.measure(self.layer, block, seen, self.mesh)
+        return sharded_layer.measure(self.layer, block, seen, self.mesh)
 
     def shares(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
         return self.layer.shares(measures, lengths)

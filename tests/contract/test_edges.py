@@ -16,8 +16,8 @@ from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
+from kvjax.engine.layer_prompt import observed_block
 from kvjax.methods.strings import parse
-from kvjax.run import reading
 from tests.contract import layer
 from tests.contract.edges import batches, those_not
 from tests.contract.table import RECIPES
@@ -31,7 +31,7 @@ def badly_scored(bound: MethodLayer) -> set[str]:
     """The cases in which a token of a prompt has a score that is no finite number; a selection would hide it."""
 
     def scored(q: Array, block: Block) -> Scores:
-        seen = reading.seen_by(bound, *layer.observed(bound, q, block))
+        seen = observed_block(bound, *layer.observed(bound, q, block))
         return bound.method.select.scorer.scores(*seen, bound.spec)
 
     program, found = jax.jit(scored), set()

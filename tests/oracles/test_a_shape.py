@@ -9,9 +9,9 @@ import pytest
 import kvjax
 from kvjax.core.attention import attend_dense, causal, merge
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine.positions import token_positions
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
-from kvjax.run import forward
 from kvjax.testing import toy_model
 from tests.oracles import a_shape as oracle
 
@@ -98,8 +98,8 @@ def masked_logits(row: list[int], reads_all_from: int | None = None) -> np.ndarr
         return jnp.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v), None
 
     tokens = jnp.asarray([row], jnp.int32)
-    setting = forward.Setting(MODEL.config)
-    out = forward.apply(MODEL.params, setting, tokens, forward.positions(tokens), attend, Decoder.logits)[0]
+    decoder, pos = Decoder(MODEL.config, jnp.float32), token_positions(tokens)
+    out = decoder.apply({"params": MODEL.params}, tokens, pos, attend, method=Decoder.logits)[0]
     return np.asarray(out[0])
 
 

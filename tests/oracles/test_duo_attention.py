@@ -17,8 +17,8 @@ from kvjax.cache.select.heads import ALL
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
-from kvjax.methods.duo_attention import Streaming
 from kvjax.engine.plan import specs
+from kvjax.methods.duo_attention import Streaming
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv

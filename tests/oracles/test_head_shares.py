@@ -13,9 +13,9 @@ from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.cache.select.budgets import Ratio, Uniform
 from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.engine.plan import bind, specs
 from kvjax.methods.head_shares import CalibratedShares, Division
 from kvjax.run import calibrate
-from kvjax.engine.plan import bind, specs
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import head_shares as oracle
@@ -87,7 +87,7 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
     table = Given(written(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
-        base = budget.kept(n, 0, 1)
+        base = budget.kept(n)
         want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], want, f"{n} tokens")
         always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)

@@ -11,8 +11,8 @@ import kvjax
 from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.core.types import KvjaxError
-from kvjax.methods.headkv import Important
 from kvjax.engine.plan import specs
+from kvjax.methods.headkv import Important
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv, eviction

@@ -22,7 +22,8 @@ STRING = "keyformer:" + ",".join(f"{name}={value}" for name, value in SETTINGS.i
 def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -> np.ndarray:
     """[rows K G count count] of consecutive positions."""
     pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
-    draw = functools.partial(Keyformer(**SETTINGS, seed=seed).noise, spec or layer.spec(), layer.K)
+    spec = spec or layer.spec()
+    draw = functools.partial(Keyformer(**SETTINGS, seed=seed).at(spec).noise, spec.without_index, layer.K)
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 

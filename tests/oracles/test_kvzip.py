@@ -13,8 +13,10 @@ import kvjax
 from kvjax.cache.contract import Layer, LayerSpec, Needs, Probe, Traits
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine.prefill import _copy_chunk
 from kvjax.methods.kvzip import Repeated
-from kvjax.run import probe
+from kvjax.run.prompt_runner import replay_prompts
+from kvjax.run.prompts import pad
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kvzip as oracle
@@ -97,11 +99,23 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
         def encode(self, text: str, special_tokens: bool) -> list[int]:
             return {"go": [90], "on": [91, 92]}[text]
 
+    @dataclasses.dataclass(frozen=True)
+    class Repeats:
+        needs: Needs = Needs(probe=Probe(4, 2, "go", "on"))
+
     model = dataclasses.replace(toy_model(layers=1), tokenizer=Words())
-    how = Probe(4, 2, "go", "on")
-    assert probe.repetitions(model, PROMPTS, 0, how) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
-    assert probe.repetitions(model, PROMPTS, 4, how) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
-    assert probe.repetitions(dataclasses.replace(model, tokenizer=None), PROMPTS, 4, how)[2] == [1, 60, 61, 62, 63]
+    texts = replay_prompts(model, (Repeats(),))
+    assert texts == ([90], [91, 92])
+    assert replay_prompts(dataclasses.replace(model, tokenizer=None), (Repeats(),)) == ([], [])
+    tokens, lengths = pad(PROMPTS)
+
+    def copies(start: int, first: int) -> list[list[int]]:
+        copied, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
+        copy, count = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=9)
+        return [row[:n] for row, n in zip(copy.tolist(), count.tolist(), strict=True)]
+
+    assert copies(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert copies(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
 
 
 @pytest.mark.parametrize("level", ["layer", "model"])

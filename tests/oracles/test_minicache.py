@@ -18,10 +18,11 @@ from kvjax.core.mesh import layer_axes, named
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine import sharded_layer
+from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
+from kvjax.engine.modes import LayerCall
 from kvjax.models.config import Config
-from kvjax.run import devices, reading
 from kvjax.run.exact import Exact, read_exactly
-from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle
@@ -210,9 +211,10 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
     def run(prompts, fresh):
         outs, states, carry = [], [], None
         for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):
-            prompt = Prompt(mine.k, mine.v, mine.q[:, :, :, :0], neighbour=(other.k, other.v))
-            state = reading.encode(bound, prompt, exact.lengths, cache.layers[LOWER].pos.shape[2], CAPACITY, mesh)
-            out, state, carry = devices.extend(bound, state, q, block, STEPS, carry, mesh)
+            prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
+            call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
+            state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
+            out, state, carry = sharded_layer.extend(bound, state, q, block, STEPS, carry, mesh)
             outs.append(out)
             states.append(state)
         return outs, states

@@ -17,9 +17,9 @@ from kvjax.cache.select.heads import ALL
 from kvjax.cache.select.select import Choice
 from kvjax.core.observe import Obs
 from kvjax.core.types import Block, KvjaxError
+from kvjax.engine.plan import specs
 from kvjax.methods.razor_attention import Compensation, Razor
 from kvjax.run.calibrate import calibrate
-from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction

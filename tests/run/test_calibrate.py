@@ -9,9 +9,9 @@ import kvjax
 from kvjax.cache.given import Given
 from kvjax.cli import main
 from kvjax.core.types import KvjaxError
+from kvjax.engine.plan import specs
 from kvjax.run import calibrate
 from kvjax.run.exact import read_exactly
-from kvjax.engine.plan import specs
 from kvjax.testing import toy_model
 
 DOCUMENTS = [[5, 9, 2, 7, 7, 1, 30], [3, 8, 4], [11, 2, 2, 19, 6]]

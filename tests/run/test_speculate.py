@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
+from kvjax.engine.sampling import SamplingParams
 from kvjax.models.sharding import param_shardings
 from kvjax.run import acceptance
 from kvjax.run.acceptance import chances, moved, shift
-from kvjax.run.rounds import ROUNDS
-from kvjax.engine.sampling import SamplingParams
+from kvjax.run.compiled import jit_with
+from kvjax.run.rounds import all_rounds
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 
@@ -42,7 +43,7 @@ def test_greedy_is_what_generate_gives():
         cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **{**FREE, "eos_ids": ends})
         assert cut.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**FREE, "eos_ids": ends}).tokens
         assert cut.finish_reasons[:2] == ["stop"] * 2 and len(cut.tokens[0]) <= 5
-        programs.append(len(ROUNDS._done))
+        programs.append(jit_with(all_rounds, ("ahead", "targets"), ("rounds",))._cache_size())
     assert programs[0] == programs[1]  # other ids to end at need no other program
 
 

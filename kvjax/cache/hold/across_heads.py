@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.codecs import Around, Codec
@@ -51,7 +52,7 @@ class AcrossHeads(Around):
         return self.means is not None  # whose order is that of certain heads
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = dataclasses.replace(self, inner=self.inner.at(spec), spec=spec)
+        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
         if bound._together & (bound._together - 1):
             raise KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and {bound._together} channels, of "

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.core import attention, memory
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array
@@ -25,10 +24,6 @@ class Codec:
     bare = False  # whether it is given keys without their rotation, and gives them back so
     by_head = False  # whether it holds each head in a way of its own, so that rows of another cannot take its place
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `begin` wants to see
-
-    def at(self, spec: LayerSpec) -> Codec:
-        """The codec in one layer; raises KvjaxError for a layer that it does not fit."""
-        return self
 
     def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
         """`encode` of what a prompt leaves, by a codec that asks for its queries, or goes by them."""
@@ -148,9 +143,6 @@ class Around(Codec):
     @property
     def queries(self) -> int | None:
         return self.inner.queries
-
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.at(spec))
 
     def settled(self, n: Array) -> Array:
         return self.inner.settled(n)

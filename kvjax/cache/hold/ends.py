@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvjax.cache.binding import bind_component
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Codec, Plain
 from kvjax.core.types import KvjaxError
@@ -26,7 +27,7 @@ class Ends(Codec):
 
     def at(self, spec: LayerSpec) -> Codec:
         exact = min(self.layers, spec.layers // 2)
-        return self.inner.at(spec) if exact <= spec.index < spec.layers - exact else Plain()
+        return bind_component(self.inner, spec) if exact <= spec.index < spec.layers - exact else Plain()
 
     def on_device(self) -> Codec:
         return Ends(self.inner.on_device(), self.layers)

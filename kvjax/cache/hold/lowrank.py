@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.bases import group_size, in_groups, products
@@ -47,7 +48,7 @@ class LowRank(Codec):
 
     def at(self, spec: LayerSpec) -> Codec:
         group_size(self.heads, spec)
-        return dataclasses.replace(self, spec=spec)
+        return dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
 
     def directions(self, x: Array) -> tuple[Array, Array | None]:
         """Of a prompt's rows [B K S H], zeros in empty slots: the basis and the mean of `Low`."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Around, Codec
 from kvjax.core.types import Array, pytree
 
@@ -28,9 +27,6 @@ class Ordered(Around):
     for what is decoded. Of equal channels the earlier comes first, so that without a prompt they stay as they are.
     Queries are put in that order where they meet keys, and mixed values are put back: products do not change.
     """
-
-    def at(self, spec: LayerSpec) -> Codec:
-        return Ordered(self.inner.at(spec))
 
     def encode(self, x: Array, pos: Array) -> InOrder:
         real = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype)).astype(jnp.float32)

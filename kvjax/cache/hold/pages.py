@@ -20,7 +20,7 @@ from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.codecs import ByPage
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.ranking import Counted
+from kvjax.cache.select.ranking import BestOfLayer, Counted
 from kvjax.cache.select.shares import SHARED_ROUNDING, HeadShares
 from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, attend_dense, mix, visible
@@ -71,17 +71,21 @@ class Pages(Apart):
     def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Shelves]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
-        most = select.most_of(block.pos.shape[2], layer.spec)
-        share = self.share.at(layer.spec)
+        most, share = select.most_of(block.pos.shape[2]), self.share
         if seen is not None and seen.keep is not None:
             share = Counted(seen.keep, select.unit.size)
         kept = layer.selected(block, seen, most, share)
         nothing = Block(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
 
-    def bind_budget(self, method: Any, spec: LayerSpec) -> Any:
+    @property
+    def after_prompt(self) -> Pages:
+        """Pages that any rule may have divided: heads of unequal length are read alike, whatever made them so."""
+        return dataclasses.replace(self, share=BestOfLayer(), slots_per_head=None)
+
+    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> Any:
         """The method with the selection and the rule that the rule makes of them in this layer."""
-        select, share = self.share.bind_budget(method, spec)
+        select, share = self.share.bind_budget(method, budget, spec)
         return dataclasses.replace(method, select=select, apart=dataclasses.replace(self, share=share))
 
     def _known_pages(self, longest: int) -> np.ndarray | None:
@@ -227,7 +231,6 @@ class Pages(Apart):
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out, or let every head keep "
                     "equally many tokens (level=head, where it has a `level`)"
                 )
-        self.share.at(layer.spec)
 
 
 def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:

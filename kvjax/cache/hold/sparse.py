@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.chunks import ChunkCodec, Chunks
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.outliers import Outliers
@@ -37,9 +36,6 @@ class Sparse(Codec):
 
     stepwise = True  # what a query sees in low bits depends on its own time
     any_slot = False  # tokens share what they are made of, and none of them can leave it
-
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, codes=self.codes.at(spec))
 
     def irrevocable(self, stored: Both, n: Array) -> Array:
         return self.codes.irrevocable(stored.codes, n)

@@ -68,7 +68,7 @@ class Tiers(Apart):
         """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
         method = layer.method
         if method.select is not None and method.shares is None:
-            width = method.select.most_of(width, layer.spec)
+            width = method.select.most_of(width)
         return next(n for n in range(width, 0, -1) if self.body(n) <= slots)
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:

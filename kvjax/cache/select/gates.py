@@ -59,6 +59,7 @@ class Gates(Kind):
     ridge: int = 1000
     queries = None
     hidden = True
+    placed = True
 
     def __post_init__(self):
         if not 0 < self.keep < 100:

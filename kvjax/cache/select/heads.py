@@ -27,21 +27,20 @@ class Lengths(HeadShares, Budget):
     head also keeps one in so many of a row's tokens, and `beside` more, where that makes more than its number.
     """
 
-    level = True
     tokens: tuple[int, ...]
     part: int = 0
     beside: int = 0
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
+    def kept(self, length: int) -> int:
         """The mean over the heads, rounded up."""
         total, least = 0, self._growing(length)
         for tokens, heads in _alike(self.tokens):  # this is asked for every length up to that of the prompt
             total += heads * min(length, max(tokens, least))
         return -(-total // len(self.tokens))
 
-    def most(self, layer: int, layers: int) -> int | None:
+    def most(self) -> int | None:
         unbounded = self.part > 0 or ALL in self.tokens
-        return None if unbounded else self.kept(max(self.tokens), layer, layers)
+        return None if unbounded else self.kept(max(self.tokens))
 
     def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         free = allowed.sum(-1, dtype=jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -92,13 +93,13 @@ class ModelRanking(LayerShares):
                 "of their absolute values, or divide the budget within each layer (scope=layer), or take a scorer of "
                 "attention weights, as in 'snapkv:budget=512 + adakv:scope=model'"
             )
-        self._check_budget(method.select, layer.spec)
+        self._check_budget(method.select, layer.budgets)
 
-    def _check_budget(self, select: Any, spec: LayerSpec) -> None:
+    def _check_budget(self, select: Any, budgets: Sequence[int | None]) -> None:
         """Raises KvjaxError for a budget in tokens of which sinks and recents leave nothing to rank in any layer."""
         always, size = select.sinks + select.recent, select.unit.size
-        most = [select.budget.most(index, spec.layers) for index in range(spec.layers)]
-        if all(tokens is not None and tokens < always + size for tokens in most):
+        most = [tokens for tokens in budgets if tokens is not None]
+        if len(most) == len(budgets) and max(most) < always + size:
             raise KvjaxError(
                 f"{select.budget} keeps {max(most)} tokens of a head in the mean, and {always} sinks and recents stay "
                 f"in every head, so that nothing is left to rank over the model; raise the budget to at least "

@@ -67,34 +67,30 @@ class Select:
                 f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
             )
 
-    def at(self, spec: LayerSpec) -> Select:
-        """The selection in one layer; raises KvjaxError for a layer that its budget does not fit."""
-        return dataclasses.replace(self, budget=self.budget.at(spec))
-
-    def kept(self, length: int, spec: LayerSpec) -> int:
+    def kept(self, length: int) -> int:
         """Most tokens that a prompt of this length leaves."""
-        return int(self._table(length, spec)[length])
+        return int(self._table(length)[length])
 
-    def most_of(self, longest: int, spec: LayerSpec) -> int:
+    def most_of(self, longest: int) -> int:
         """Most tokens that any prompt of up to so many tokens leaves."""
-        return int(self._table(longest, spec).max())
+        return int(self._table(longest).max())
 
-    def most(self, spec: LayerSpec) -> int | None:
+    def most(self) -> int | None:
         """Most tokens that a text without end leaves; None if there is no bound."""
-        most = self.budget.most(self._place(spec), spec.layers)
+        most = self.budget.most()
         return None if most is None else max(most, self.sinks + self.recent)
 
-    def counts(self, block: Block, seen: Obs | None, slots: int, spec: LayerSpec) -> Array:
+    def counts(self, block: Block, seen: Obs | None, slots: int) -> Array:
         """i32[B]: tokens of each row that stay, at most `slots`."""
         if seen is not None and seen.keep is not None and seen.keep.ndim == 1:
             return jnp.minimum(seen.keep, slots)
-        table = jnp.asarray(self._table(block.pos.shape[2], spec))
+        table = jnp.asarray(self._table(block.pos.shape[2]))
         return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], slots)
 
     def candidates(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Candidates:
         """One layer's part in a ranking over the model."""
-        slots = self.most_of(block.pos.shape[2], spec)
-        part = split(block.pos, self.counts(block, None, slots, spec), slots, self.sinks, self.recent, self.unit.size)
+        slots = self.most_of(block.pos.shape[2])
+        part = split(block.pos, self.counts(block, None, slots), slots, self.sinks, self.recent, self.unit.size)
         scores = self._scored(block, seen, spec)
         self._check_scores(scores, block)
         by_units = unit_scores(scores.kv, self.sinks, self.unit)
@@ -218,12 +214,8 @@ class Select:
         at = jnp.where(found < 0, U, found)
         return jnp.zeros((B, U), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")
 
-    def _table(self, longest: int, spec: LayerSpec):
-        return kept_by_length(self.budget, longest, self._place(spec), spec.layers, self.sinks + self.recent)
-
-    def _place(self, spec: LayerSpec) -> int:
-        """The layer's number where the budget depends on it."""
-        return 0 if self.budget.level else spec.index
+    def _table(self, longest: int) -> np.ndarray:
+        return kept_by_length(self.budget, longest, self.sinks + self.recent)
 
 
 def unit_of(text: str) -> Unit:

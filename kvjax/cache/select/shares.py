@@ -32,7 +32,7 @@ class LayerShares:
         """Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
 
         Args:
-          layer: one of the layers, for what all have in common.
+          layer: one of the layers, for what all have in common; its `budgets` are what each layer would keep by itself.
           measures: those of all layers, arrays [L B ...].
           lengths: i32[B], of the prompts.
         """
@@ -45,14 +45,10 @@ class LayerShares:
 class HeadShares:
     """How many units each key/value head of a layer keeps: a rule that stands in `Pages`, in the slot `apart`.
 
-    A rule is a frozen dataclass with the method `divide`.
+    A rule is a frozen dataclass with the method `divide`, and `at(spec)` where it differs between layers.
     """
 
-    def at(self, spec: LayerSpec) -> HeadShares:
-        """The rule in one layer; raises KvjaxError for a layer that it does not fit."""
-        return self
-
-    def bind_budget(self, method: Any, spec: LayerSpec) -> tuple[Any, HeadShares]:
+    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> tuple[Any, HeadShares]:
         """(the method's selection with the budget of this layer, the rule in it); the base changes neither.
 
         A rule that also divides the budget among layers, before any prompt, gives the selection another one.
