@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kvjax.cache.contract import Cache, KVMethod
 from kvjax.cache.shared import SharedState
@@ -245,7 +246,7 @@ def _check_plan(plan: Any, config: Any) -> None:
 
 
 def _integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise KvjaxError(
             f"{name} decides the shapes of arrays and is traced here; make it static, as by "
             f"jax.jit(..., static_argnames={name!r}), or close over it"

@@ -43,8 +43,8 @@ def _to_json(value: Any) -> Any:
             f"{value!r:.80} is a static field of what is exported, and {cls.__name__} is neither a number, a text, a "
             "tuple, a frozen dataclass nor a named tuple; make it one of these"
         )
-    # A field that the class computes itself is written too: it tells when a file, such as a table, has changed.
-    names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
+    # What a class computes itself it computes again.
+    names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else cls._fields
     fields = {name: _to_json(getattr(value, name)) for name in names}
     return {"module": cls.__module__, "class": cls.__qualname__, "fields": fields}
 
@@ -64,19 +64,11 @@ def _from_json(said: Any) -> Any:
     cls = functools.reduce(getattr, said["class"].split("."), module)
     if not isinstance(cls, type) or not _is_value_class(cls):
         raise KvjaxError(f"{name} is neither a frozen dataclass nor a named tuple; export the program again")
-    fields = {key: _from_json(x) for key, x in said["fields"].items()}
-    if not dataclasses.is_dataclass(cls):
-        return cls(**fields)
-    computed = {f.name for f in dataclasses.fields(cls) if not f.init}
-    value = cls(**{key: x for key, x in fields.items() if key not in computed})
-    for key in computed:
-        if getattr(value, key) != fields[key]:
-            raise KvjaxError(f"{key} of {name} is another here than where the program was exported; export it again")
-    return value
+    return cls(**{key: _from_json(x) for key, x in said["fields"].items()})
 
 
 def _is_value_class(cls: type) -> bool:
     """Whether objects of a class are values that their fields make up."""
     if dataclasses.is_dataclass(cls):
-        return cls.__dataclass_params__.frozen
+        return cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return issubclass(cls, tuple) and hasattr(cls, "_fields")

@@ -192,7 +192,7 @@ def _run_chunks(
 
     # The last chunk may be shorter: one that reached beyond the prompt's padding would overflow the slots of a method
     # that is fed chunk by chunk.
-    carry, num_chunks = (states, np.zeros((B, target.config.width), dtype)), T // chunk
+    carry, num_chunks = vary((states, np.zeros((B, target.config.width), dtype))), T // chunk
     if num_chunks > 1:
         starts = np.arange(0, num_chunks * chunk, chunk, dtype=np.int32)
         parts = tokens[:, : num_chunks * chunk].reshape(B, num_chunks, chunk).swapaxes(0, 1)
