@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.core.mesh import vary
 from kvjax.core.types import Array, Block, Partial
 
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
@@ -173,7 +174,7 @@ class _KeyBlocks(NamedTuple):
             return lax.switch(self._reach(first, t), branches, acc, first), None
 
         zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG), jnp.zeros(q.shape[:-1]))
-        return lax.scan(columns, zero, jnp.arange(self.k.shape[2] // self.size))[0]
+        return lax.scan(columns, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _reach(self, first: Array, t: Array) -> Array:
         """Of the block of keys from `first` on the queries see 0: nothing, 1: a part, 2: all."""

@@ -11,9 +11,11 @@ import numpy as np
 from jax import lax
 
 from kvjax.core.attention import NEG, log_sum, scores, visible
-from kvjax.core.types import Array, Block
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, Block, exportable
 
 
+@exportable
 class Obs(NamedTuple):
     """The last Q prompt queries of each row, after RoPE; only `pos` tells which of them are real."""
 
@@ -126,7 +128,7 @@ class _Look(NamedTuple):
             return self.if_seen(asking, slots, more, before), None
 
         shape = asking.q.shape[:-1]
-        (m, l), _ = lax.scan(over, (jnp.full(shape, NEG), jnp.zeros(shape)), self.pieces)
+        (m, l), _ = lax.scan(over, vary((jnp.full(shape, NEG), jnp.zeros(shape))), self.pieces)
         return log_sum(m, l)
 
     def attention(self, asking: _Asking, slots: _Slots, sums: Array) -> tuple[Array, Array]:
@@ -177,7 +179,7 @@ def _summed(
     asking, piece = jax.tree.map(lambda x: x[0], (asked, look.pieces))
     of_one = jax.eval_shape(lambda: of_piece(asking, piece, look.sums(asking)))
     nothing = jax.tree.map(lambda x: jnp.zeros((len(look.pieces.pos), *x.shape), x.dtype), of_one)
-    total = lax.scan(of_queries, nothing, asked)[0]
+    total = lax.scan(of_queries, vary(nothing), asked)[0]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :S], total)
 
 

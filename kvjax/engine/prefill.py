@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.contract import Cache, slots_of
 from kvjax.cache.select.shares import SHARED_ROUNDING
-from kvjax.core.mesh import constrain
+from kvjax.core.mesh import constrain, vary
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.engine import sharded_layer
 from kvjax.engine.forward import (
@@ -89,7 +89,8 @@ def prefill(
         )
         states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
     logits = compiled.unembed(outer_params(params), hidden, target=target)
-    return logits, Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name)
+    # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
+    return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
 
 def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
@@ -105,8 +106,8 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         if needs.probe:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
-    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
-    return Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name)
+    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots, longest=0)
+    return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
 def _run_whole(
@@ -191,7 +192,7 @@ def _run_chunks(
 
     # The last chunk may be shorter: one that reached beyond the prompt's padding would overflow the slots of a method
     # that is fed chunk by chunk.
-    carry, num_chunks = (states, np.zeros((B, target.config.width), dtype)), T // chunk
+    carry, num_chunks = vary((states, np.zeros((B, target.config.width), dtype))), T // chunk
     if num_chunks > 1:
         starts = np.arange(0, num_chunks * chunk, chunk, dtype=np.int32)
         parts = tokens[:, : num_chunks * chunk].reshape(B, num_chunks, chunk).swapaxes(0, 1)
@@ -244,18 +245,20 @@ def compress_prompts(
     target: Target,
     capacity: int,
     num_slots: tuple[int, ...],
+    longest: int | None = None,
 ) -> tuple[Any, ...]:
     """Turns the exact prompts of all layers into cache states, and empties the list on the way.
 
-    num_slots: of each layer's state, where layers divide no budget among them.
+    num_slots: of each layer's state, where layers divide no budget among them. longest: tokens of the longest prompt,
+    where a caller knows it under a transformation.
     """
     num_kept: list[Array | None] = [None] * len(plan)
     if any(layer.needs.all_layers for layer in plan):
         shares = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         num_kept = list(shares)
         # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
-        longest = most = min(prompts[0].k.shape[2], capacity)
-        known = np.full(shares.shape, most)
+        longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        known = np.full(shares.shape, longest)
         if not isinstance(shares, jax.core.Tracer):
             known, longest = np.asarray(shares), int(np.max(lengths))
             num_kept = list(known)

@@ -13,12 +13,13 @@ from kvjax.cache.method import Method
 from kvjax.cache.read.retrieve import Retrieve
 from kvjax.core import memory
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, Block, KvjaxError, exportable
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.quest import Box, Boxes
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
+@exportable
 class Digests(NamedTuple):
     """The boxes of all pages, and what that of the unfinished page is made of."""
 

@@ -18,7 +18,7 @@ from kvjax.cache.read.retrieve import slots_of_queries
 from kvjax.cache.read.ring import Ring
 from kvjax.core import memory
 from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
-from kvjax.core.mesh import over_heads
+from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -167,7 +167,7 @@ class Blocks(Reader):
             mean = jnp.where((i < formed)[:, None, None], spec.rope.bare(k, pos).mean(2), 0.0)
             return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
 
-        return lax.fori_loop(0, formed.max(), add, jnp.zeros((B, K, spec.groups, most, H), block.k.dtype))
+        return lax.fori_loop(0, formed.max(), add, vary(jnp.zeros((B, K, spec.groups, most, H), block.k.dtype)))
 
     def _form(self, layer: Any, state: LayerState, n: Array) -> Recent:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
@@ -189,7 +189,7 @@ class Blocks(Reader):
             return formed + due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
 
         with jax.named_scope("form"):
-            formed, keys = lax.while_loop(more, one, (aux.formed, lax.stop_gradient(aux.keys)))
+            formed, keys = lax.while_loop(more, one, vary((aux.formed, lax.stop_gradient(aux.keys))))
         return dataclasses.replace(aux, formed=formed, keys=keys)
 
     def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:

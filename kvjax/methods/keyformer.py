@@ -15,11 +15,12 @@ from kvjax.core import attention
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, Block, KvjaxError, exportable
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, constant
 
 
+@exportable
 class Marks(NamedTuple):
     """What is counted."""
 

@@ -15,6 +15,7 @@ from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
 from kvjax.cache.select.select import selecting
 from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.mesh import vary
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -82,7 +83,7 @@ class Repeated(Scorer):
 
         asking = _inverse_norms(seen)
         blocks = cut(seen.q, 3, 64), cut(seen.pos, 1, 64, -1), cut(asking, 1, 64)
-        most, _ = lax.scan(add, jnp.zeros(piece.k.shape[:3]), blocks)
+        most, _ = lax.scan(add, vary(jnp.zeros(piece.k.shape[:3])), blocks)
         most = jnp.where(own_pos >= 0, most, 0.0)
         held = lax.dynamic_slice_in_dim(before, first, size, 2)
         return lax.dynamic_update_slice_in_dim(before, jnp.maximum(held, most), first, 2)

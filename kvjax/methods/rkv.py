@@ -12,6 +12,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.select.scorers import Scorer, Scores, before_window, by_tokens, check_kernel, pooled
 from kvjax.cache.select.select import selecting
 from kvjax.core import attention
+from kvjax.core.mesh import vary
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -82,7 +83,7 @@ def redundancy(block: Block, threshold: float, at_once: int = 256) -> Array:
         return total + jnp.where(column == spared, 0.0, cosine).sum(2), None
 
     parts = jnp.moveaxis(padded.reshape(B, K, -1, size, H), 2, 0), own
-    total = lax.scan(add, jnp.zeros((B, K, S)), parts)[0]
+    total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
     p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))

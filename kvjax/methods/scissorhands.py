@@ -12,7 +12,7 @@ from kvjax.cache.contract import LayerState
 from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, newest_first
 from kvjax.cache.method import Method
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.mesh import over_heads
+from kvjax.core.mesh import over_heads, vary
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -127,7 +127,7 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
         mean = 1 / jnp.maximum(seen.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return total + (seen & (p < mean)).sum(2, dtype=jnp.int32), None
 
-    zero = jnp.zeros(block.k.shape[:3], jnp.int32)
+    zero = vary(jnp.zeros(block.k.shape[:3], jnp.int32))
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
 
 

@@ -18,6 +18,7 @@ from kvjax.cache.select.represent import part_of
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads
 from kvjax.cache.select.select import selecting
 from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.mesh import vary
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -78,7 +79,7 @@ class TurnedQueries(Scorer):
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = cut(seen.q, 3, QUERIES_AT_ONCE), *(cut(x, 1, QUERIES_AT_ONCE, -1) for x in (seen.pos, behind))
-        heads, _ = lax.scan(add, jnp.zeros((*seen.q.shape[:3], block.k.shape[2])), blocks)
+        heads, _ = lax.scan(add, vary(jnp.zeros((*seen.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":
             heads = heads / jnp.maximum(asking.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
         return by_heads(heads, heads.max(2), block)

@@ -12,9 +12,10 @@ from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
+@exportable
 class Coded(NamedTuple):
     """Tokens as codes, and what restores them."""
 

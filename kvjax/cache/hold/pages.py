@@ -113,7 +113,7 @@ class Pages(Apart):
     def slots_for(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
         pages = (-(-tokens // self.page)).sum(1).max()
-        return int(-(-pages // tokens.shape[1])) * self.page
+        return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
     def _shelved(self, layer: Any, kept: Block, pages: int) -> Shelves:
         """Heads with their tokens at the front -> the shelves of this device, so many pages each.

@@ -15,7 +15,7 @@ from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
 class Quantiser:
@@ -33,6 +33,7 @@ class Quantiser:
         """Raises KvjaxError for a head size that it cannot code."""
 
 
+@exportable
 class Words(NamedTuple):
     """A row as integer codes."""
 

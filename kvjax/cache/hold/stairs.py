@@ -12,9 +12,10 @@ from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.groups import Kivi
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
+@exportable
 class Step(NamedTuple):
     """Tokens as codes of one width."""
 

@@ -7,6 +7,7 @@ from jax import lax
 
 from kvjax.cache.read.reader import cut
 from kvjax.core.attention import NEG, scores, visible
+from kvjax.core.mesh import vary
 from kvjax.core.observe import Obs
 from kvjax.core.types import Array, Block
 
@@ -34,4 +35,4 @@ def greatest_logits(block: Block, seen: Obs, asking: Array, window: int | None, 
 
     size = min(queries_at_once, seen.pos.shape[1])
     queries = cut(seen.q, 3, size), cut(jnp.where(asking, seen.pos, -1), 1, size, -1)
-    return lax.scan(add, jnp.full(block.k.shape[:3], NEG), queries)[0]
+    return lax.scan(add, vary(jnp.full(block.k.shape[:3], NEG)), queries)[0]

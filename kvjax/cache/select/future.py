@@ -11,6 +11,7 @@ from jax import lax
 
 from kvjax.cache.read.reader import cut
 from kvjax.core.attention import visible
+from kvjax.core.mesh import vary
 from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, Block
@@ -35,7 +36,7 @@ def mean_over_bare(
     size = min(queries_at_once, seen.pos.shape[1])
     blocks = cut(seen.q, 3, size), cut(seen.pos, 1, size, -1), cut(counted, 1, size)
     one = jax.eval_shape(of_block, *(x[0] for x in blocks))
-    sums, _ = lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one), blocks)
+    sums, _ = lax.scan(add, vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)), blocks)
     number = jnp.maximum(counted.sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
     return jax.tree.map(lambda x: x / number.reshape(-1, *(1,) * (x.ndim - 1)), sums)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.mesh import over_heads
+from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, Block, KvjaxError
 
 
@@ -147,7 +147,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
         return chosen | (equal & one & ~enough), equal & (one == enough), jnp.where(enough, left, left - ones)
 
     left = jnp.broadcast_to(count, (*key.shape[:-1], 1))
-    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, (jnp.zeros(key.shape, bool), equal, left))
+    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, vary((jnp.zeros(key.shape, bool), equal, left)))
     index = jnp.arange(key.shape[-1], dtype=jnp.int32).reshape(*(1,) * (key.ndim - 1), -1)
     bits = key.shape[-1].bit_length()
 
@@ -155,7 +155,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
         later = last | (jnp.int32(2 ** (bits - 1)) >> i)
         return jnp.where(number(equal & (index < later)) < left, later, last)
 
-    last = jax.lax.fori_loop(0, bits, index_bit, jnp.zeros_like(left))
+    last = jax.lax.fori_loop(0, bits, index_bit, vary(jnp.zeros_like(left)))
     return chosen | (equal & (left > 0) & (index <= last))
 
 
