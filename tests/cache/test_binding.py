@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.run.plan import bind, specs
+from kvjax.engine.plan import bind, specs
 
 import kvjax
 from kvjax.cache.binding import bind_component
