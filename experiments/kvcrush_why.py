@@ -23,12 +23,12 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.contract import Layer
-from kvjax.cache.select.represent import Units
+from kvjax.cache.protocol import BoundLayer
+from kvjax.cache.select.representatives import Units
 from kvjax.cache.select.units import by_unit, evictable, split, top
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
@@ -49,7 +49,7 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: Layer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
+def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
@@ -57,11 +57,11 @@ def layered(layer: Layer, prompt: LayerPrompt, exact: Exact, length: int) -> Lay
     block, seen = observed_block(layer, cut, lengths)
     select = layer.method.select
     found = select.scorer.scores(block, seen, layer.spec)
-    units = _units(found.heads, block, length)
-    return Layered(found.heads, votes(units), _future(prompt, length, int(exact.lengths[0])))
+    units = _units(found.per_query_head, block, length)
+    return Layered(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
 
 
-def _units(heads: Array, block: Block, length: int) -> Units:
+def _units(heads: Array, block: KVBlock, length: int) -> Units:
     part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW, 1)
     by_one = by_unit(heads, 0, 1)
     valid = evictable(part, by_one.shape[3])

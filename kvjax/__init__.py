@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax import speculative as speculative
     from kvjax import testing as testing
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
-    from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
+    from kvjax.cache.protocol import Cache
     from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.engine.sampling import SamplingParams
     from kvjax.methods.strings import compose, name_of, parse
@@ -86,7 +86,7 @@ _MODULES = (
 )
 _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
-    "kvjax.cache.contract": ("Cache",),
+    "kvjax.cache.protocol": ("Cache",),
     "kvjax.cache.method": ("Method",),
     "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),

@@ -21,7 +21,7 @@ from kvjax.core.files import text_of
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
-    from kvjax.cache.contract import KVMethod
+    from kvjax.cache.protocol import KVMethod
     from kvjax.models.model import Model
     from kvjax.run.prompts import Prompts
     from kvjax.run.result import Result

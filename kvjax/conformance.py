@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.contract import Cache, KVMethod, Layer, LayerSpec, LayerState, Traits
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
@@ -136,7 +136,7 @@ class _Guarded:
     def traits(self) -> Traits:
         return self.method.traits
 
-    def bind(self, spec: LayerSpec) -> Layer:
+    def bind(self, spec: LayerSpec) -> BoundLayer:
         return _guarded(self.method.bind(spec))
 
 
@@ -261,7 +261,7 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, decoded: b
         if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
             return _Broken(
                 f"head {head} has no empty slot for the next token: the policy must let one go",
-                "In `after`, give one slot of each full head the position -1: "
+                "In `after_token`, give one slot of each full head the position -1: "
                 "`jnp.where(full & (state.pos == oldest), -1, state.pos)`.",
             )
         if decoded and length - 1 not in positions:
@@ -297,7 +297,7 @@ def _wrongly_held(tried: _Tried, codec: Codec, stored: Any, pos: np.ndarray) -> 
     if every.shape != want or not jnp.issubdtype(every.dtype, jnp.floating):
         return f"{type(codec).__name__}.decode gives {jax.typeof(every)}, and must give floats [B K S H], here {want}"
     idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), want[:3])
-    rows = codec.rows(stored, idx)
+    rows = codec.gather(stored, idx)
     if rows.shape != want:
         return f"{type(codec).__name__}.rows gives {jax.typeof(rows)}, and must give [B K n H], here {want}"
     held = np.broadcast_to(pos >= 0, want[:3])
@@ -407,7 +407,7 @@ def _exact(tried: _Tried) -> str:
 def _bytes(tried: _Tried) -> str:
     _, cache = tried.walk[-1]
     held = state_bytes(cache).total
-    if not any(layer.needs.all_layers for layer in cache.plan):  # which are planned as if all prompts were alike
+    if not any(layer.needs.global_budget for layer in cache.plan):  # which are planned as if all prompts were alike
         sizes = {"capacity": cache.capacity, "batch": 3, "dtype": tried.model.dtype}
         planned = planned_bytes(tried.method, tried.model.config, len(tried.prompts[0]), **sizes)
         if held != planned.total:
@@ -482,7 +482,7 @@ RULES = (
     _Rule(
         "contents",
         "what is held is like the keys and values of the tokens at these positions",
-        "Usual cause: rows and positions that are moved differently, or a `write` that drops what is new: gather "
+        "Usual cause: rows and positions that are moved differently, or an `append` that drops what is new: gather "
         "keys, values and positions by the same indices, and return the updated arrays.",
         _likeness,
     ),

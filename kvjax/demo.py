@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.eval.page import summary, written
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison

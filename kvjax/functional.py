@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared import SharedState
 from kvjax.core import arguments, memory
 from kvjax.core.attention import causal

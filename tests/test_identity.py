@@ -24,7 +24,7 @@ from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
 from kvjax.methods.identity import identity
 from kvjax.methods.strings import named, parse
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
+from kvjax.parts import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.testing import toy_model
 from tests.contract.table import RECIPES
 
@@ -37,12 +37,12 @@ class Signed(Scorer):
     powers: tuple[int, ...] = (1, 2)
     note: str = dataclasses.field(default="", compare=False)
 
-    def scores(self, block, seen, spec):
-        return by_tokens(self.sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+    def scores(self, block, observation, spec):
+        return token_scores(self.sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
 def signed(sign: float = 1.0, budget: int = 8, **more: Any) -> Method:
-    return Method(select=selecting(Signed(sign, **more), budget))
+    return Method(select=make_selection(Signed(sign, **more), budget))
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=8 + kvcrush", "cake", "matryoshka:table=shipped"])
@@ -96,7 +96,7 @@ def test_a_method_of_ones_own_is_known_by_the_text_of_its_classes(tmp_path, monk
         monkeypatch.delitem(sys.modules, "an_own_scorer", raising=False)
         importlib.invalidate_caches()
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        return identity(Method(select=selecting(importlib.import_module("an_own_scorer").Own(), 8)))
+        return identity(Method(select=make_selection(importlib.import_module("an_own_scorer").Own(), 8)))
 
     assert told() == told() != told(sign="-")
     assert told() != told(factor="22")  # of what it inherits
@@ -113,11 +113,11 @@ def test_a_function_is_not_known_by_its_address():
     class Own(Scorer):
         by: Any
 
-        def scores(self, block, seen, spec):
-            return by_tokens(self.by(block.v[..., 0]), block)
+        def scores(self, block, observation, spec):
+            return token_scores(self.by(block.v[..., 0]), block)
 
     def made() -> Method:
-        return Method(select=selecting(Own(lambda x: x), 8))
+        return Method(select=make_selection(Own(lambda x: x), 8))
 
     assert identity(made()) == identity(made())
 
@@ -137,10 +137,10 @@ def of_one_name() -> Method:
 
     @dataclasses.dataclass(frozen=True)
     class Own(Scorer):
-        def scores(self, block, seen, spec):
-            return by_tokens(block.v[..., 0], block)
+        def scores(self, block, observation, spec):
+            return token_scores(block.v[..., 0], block)
 
-    return Method(select=selecting(Own(), 8))
+    return Method(select=make_selection(Own(), 8))
 
 
 def test_two_methods_of_one_name_are_not_put_in_one_table():

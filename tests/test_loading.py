@@ -29,7 +29,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
+from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class ValueNorm(Scorer):
     "Tokens with large values matter."
 
     def scores(self, block, seen, spec):
-        return by_tokens({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+        return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
 @recipe("an idea of mine")
 def {name}(budget: int = 256) -> Method:
     "After the prompt each head keeps the tokens with the largest values."
-    return Method(select=selecting(ValueNorm(), budget))
+    return Method(select=make_selection(ValueNorm(), budget))
 """
 
 

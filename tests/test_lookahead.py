@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.core import memory
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine import forward
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
@@ -169,6 +169,6 @@ def test_beams_and_trees_are_refused(model):
     _, state = kvjax.prefill(model, [[1, 2, 3]], kvjax.parse(SMALL), capacity=64)
     q, k = jnp.zeros((1, 2, 2, 3, 8)), jnp.zeros((1, 2, 3, 8))
     with pytest.raises(KvjaxError, match="at most one guess, got 3 tokens: no tree or beam"):
-        layer.extend(state.layers[0], q, Block(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
+        layer.extend(state.layers[0], q, KVBlock(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
     with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1 rows"):
         kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))

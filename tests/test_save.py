@@ -81,18 +81,18 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
+from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
 class Own(Scorer):
     def scores(self, block, seen, spec):
-        return by_tokens({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+        return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
 @recipe("an idea of mine")
 def own(budget: int = 16) -> Method:
-    return Method(select=selecting(Own(), budget))
+    return Method(select=make_selection(Own(), budget))
 """
 
 

@@ -29,7 +29,8 @@ REAL = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
 REAL_CONTEXTS = 8
 EXAMPLES = {
     "example.safetensors": layer.spec(),
-    "example_devices.safetensors": dataclasses.replace(layer.spec(), kv_heads=4),  # of tests/contract/test_devices.py
+    # of tests/contract/test_devices.py
+    "example_devices.safetensors": dataclasses.replace(layer.spec(), num_kv_heads=4),
 }
 
 

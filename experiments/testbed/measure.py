@@ -17,7 +17,7 @@ from rich.table import Table
 import kvjax
 from experiments.testbed import ngram
 from kvjax.cache.accounting import CacheBytes
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.models.model import Model
 from kvjax.run.calls import log_probs
 from kvjax.testbed import corpus, tasks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 
 
 def bind_component(component: Any, spec: LayerSpec) -> Any:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core.mesh import vary
-from kvjax.core.types import Array, Block, Partial
+from kvjax.core.types import Array, KVBlock, Partial
 
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
 
 
 @runtime_checkable
-class Pattern(Protocol):
+class AttentionPattern(Protocol):
     """Which earlier tokens a prompt's own queries read, by their positions: sparse attention of the prompt."""
 
     def sees(self, s: Array, t: Array) -> Array:
@@ -69,7 +69,7 @@ def partial(s: Array, v: Array) -> Partial:
 
 
 def attend_dense(
-    q: Array, block: Block, q_pos: Array, window: int | None = None, pattern: Pattern | None = None
+    q: Array, block: KVBlock, q_pos: Array, window: int | None = None, pattern: AttentionPattern | None = None
 ) -> Partial:
     """q [B K G T H] at q_pos i32[B T] over the slots of a block -> Partial; holds all T x S scores at once."""
     s = scores(q, block.k)
@@ -111,7 +111,7 @@ def causal_with_sums(
     start: Array | int = 0,
     window: int | None = None,
     block: int = 512,
-    pattern: Pattern | None = None,
+    pattern: AttentionPattern | None = None,
 ) -> tuple[Array, Array]:
     """Exact causal attention in blocks: memory grows with `block`, never with T x S.
 
@@ -133,7 +133,7 @@ def causal_with_sums(
 
 
 def _in_blocks(
-    q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: Pattern | None
+    q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: AttentionPattern | None
 ) -> tuple[Array, Array]:
     B, K, G, T, H = q.shape
     nq, nk = -(-T // block), -(-k.shape[2] // block)
@@ -162,7 +162,7 @@ class _KeyBlocks(NamedTuple):
     v: Array
     size: int
     window: int | None
-    pattern: Pattern | None
+    pattern: AttentionPattern | None
 
     def attend(self, q: Array, t: Array) -> Partial:
         """A block of queries [B K G T H] at the positions t [T] over all key blocks."""

@@ -56,7 +56,7 @@ def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
 def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
     """The axis letters of one array of a layer with so many rows and key/value heads, from its shape alone.
 
-    The rule stands in `kvjax.cache.contract`. Raises KvjaxError for a shape that cannot follow it.
+    The rule stands in `kvjax.cache.protocol`. Raises KvjaxError for a shape that cannot follow it.
     """
     if not shape:
         return ""

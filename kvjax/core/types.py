@@ -88,7 +88,7 @@ class Partial(NamedTuple):
 
 
 @pytree
-class Block:
+class KVBlock:
     """The keys and values of one layer in full precision; slot i is empty iff pos[..., i] < 0."""
 
     k: Array  # [B K S H], after RoPE
@@ -96,15 +96,15 @@ class Block:
     pos: Array  # i32[B 1|K S]
     bias: Array | None = None  # f32[B K S], added to the slot's logits: the log of how many tokens it stands for
 
-    def first(self, count: int) -> Block:
+    def first(self, count: int) -> KVBlock:
         """The first so many slots."""
         return jax.tree.map(lambda x: x[:, :, :count], self)
 
-    def after(self, count: int) -> Block:
+    def after(self, count: int) -> KVBlock:
         """All but the first so many slots."""
         return jax.tree.map(lambda x: x[:, :, count:], self)
 
-    def clean(self) -> Block:
+    def clean(self) -> KVBlock:
         """The same with zeros in empty slots, whatever they held."""
         full = (self.pos >= 0)[..., None]
         k, v = (jnp.where(full, x, jnp.zeros((), x.dtype)) for x in (self.k, self.v))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import Cache, PromptFreeLayer
+from kvjax.cache.protocol import Cache, PromptFreeLayer
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
     PLAIN,
@@ -31,7 +31,7 @@ from kvjax.models.decoder import Angles
 
 def num_draft_tokens(plan: Plan) -> int:
     """Draft tokens that each step carries beside the true one (SpeCache: 1)."""
-    return max(layer.needs.guesses for layer in plan)
+    return max(layer.needs.draft_tokens for layer in plan)
 
 
 def step(

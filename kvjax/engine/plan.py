@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.contract import KVMethod, Layer, LayerSpec
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
 from kvjax.engine.forward import Plan
 from kvjax.engine.straight_through import make_differentiable
@@ -15,9 +15,9 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
     return tuple(
         LayerSpec(
             index=i,
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            groups=config.groups,
+            num_layers=config.layers,
+            num_kv_heads=config.kv_heads,
+            num_groups=config.groups,
             head_dim=config.head_dim,
             window=config.window(i),
             rope=config.rope,
@@ -36,6 +36,6 @@ def bind(method: str | KVMethod | None, config: Config, differentiable: bool = F
         method = make_differentiable(method)
     if method.traits.host:
         memory.require_host_memory()
-    known: dict[Layer, Layer] = {}
+    known: dict[BoundLayer, BoundLayer] = {}
     # Equal layers become one object: they are compared in every step, which then ends at identity.
     return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs(config)))

@@ -14,17 +14,17 @@ from typing import Any
 import jax
 from jax import lax
 
-from kvjax.cache.contract import KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.hold.by_prompt import KeysByPrompt
-from kvjax.cache.hold.codecs import Around, Codec
+from kvjax.cache.hold.codecs import Codec, CodecWrapper
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.read.full import Full
 from kvjax.cache.shared import Behind
 from kvjax.core import attention, memory
+from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 
 
 @pytree
@@ -36,7 +36,7 @@ class Carried:
 
 
 @dataclasses.dataclass(frozen=True)
-class StraightThrough(Around, KeysByPrompt):
+class StraightThrough(CodecWrapper, KeysByPrompt):
     """The wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
 
     x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed as the codec does
@@ -48,13 +48,13 @@ class StraightThrough(Around, KeysByPrompt):
 
     is_smooth = True
 
-    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Carried:
-        return Carried(self.inner.begin(*_constant(x, pos, seen)), x)
+    def encode_prompt(self, x: Array, pos: Array, seen: Observation | None) -> Carried:
+        return Carried(self.inner.encode_prompt(*_constant(x, pos, seen)), x)
 
     def encode(self, x: Array, pos: Array) -> Carried:
         return Carried(self.inner.encode(*_constant(x, pos)), x)
 
-    def found(self, x: Array, pos: Array, seen: Obs) -> Array:
+    def found(self, x: Array, pos: Array, seen: Observation) -> Array:
         return self._by_prompt().found(*_constant(x, pos, seen))
 
     def held(self, x: Array, pos: Array, found: Array) -> Carried:
@@ -68,14 +68,14 @@ class StraightThrough(Around, KeysByPrompt):
     def decode(self, stored: Carried) -> Array:
         return self._straight(self.inner.decode(_constant(stored.stored)), stored.exact)
 
-    def write(self, stored: Carried, x: Array, at: Array) -> Carried:
-        inner = self.inner.write(*_constant(stored.stored, x, at))
+    def append(self, stored: Carried, x: Array, at: Array) -> Carried:
+        inner = self.inner.append(*_constant(stored.stored, x, at))
         return Carried(inner, memory.put(stored.exact, x.astype(stored.exact.dtype), at))
 
-    def rows(self, stored: Carried, idx: Array) -> Array:
+    def gather(self, stored: Carried, idx: Array) -> Array:
         # A codec clips what lies outside, and so must the carrier.
         exact = memory.take(stored.exact, idx.clip(0, max(stored.exact.shape[2] - 1, 0)))
-        return self._straight(self.inner.rows(*_constant(stored.stored, idx)), exact)
+        return self._straight(self.inner.gather(*_constant(stored.stored, idx)), exact)
 
     def load(self, stored: Carried) -> Carried:
         return Carried(self.inner.load(_constant(stored.stored)), stored.exact)
@@ -84,16 +84,16 @@ class StraightThrough(Around, KeysByPrompt):
         value = self.inner.scores(*_constant(q, stored.stored))
         return with_gradient_of(value, attention.scores(q, self.decode(stored)))
 
-    def search(self, q: Array, stored: Carried) -> Array:
-        value = self.inner.search(*_constant(q, stored.stored))
+    def score_in_place(self, q: Array, stored: Carried) -> Array:
+        value = self.inner.score_in_place(*_constant(q, stored.stored))
         return with_gradient_of(value, attention.scores(q, self.decode(stored)))
 
     def mix(self, p: Array, stored: Carried) -> Array:
         value = self.inner.mix(*_constant(p, stored.stored))
         return with_gradient_of(value, attention.mix(p, self.decode(stored)))
 
-    def irrevocable(self, stored: Carried, n: Array) -> Array:
-        return self.inner.irrevocable(stored.stored, n)
+    def num_committed(self, stored: Carried, n: Array) -> Array:
+        return self.inner.num_committed(stored.stored, n)
 
     def filled(self, stored: Carried, num_tokens: int) -> Any:
         return self.inner.filled(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
@@ -116,27 +116,27 @@ def _constant(*trees: Any) -> Any:
 class DifferentiableLayer(MethodLayer):
     """A bound layer of a `Method` whose codecs carry gradients: what it packs stays floats in device memory."""
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> LayerState:
+    def prefill(self, block: KVBlock, seen: Observation | None, slots: int) -> LayerState:
         with memory.as_floats(True):
             return super().prefill(block, seen, slots)
 
-    def stored(self, block: Block, seen: Obs | None) -> tuple[Any, Any, Any]:
+    def stored(self, block: KVBlock, seen: Observation | None) -> tuple[Any, Any, Any]:
         with memory.as_floats(True):
             return super().stored(block, seen)
 
     def extend(
-        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any = None
+        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any = None
     ) -> tuple[Array, LayerState, Any]:
         with memory.as_floats(True):
             return super().extend(state, q, fresh, commit, carry)
 
-    def extend_beside(
-        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    def extend_with_prefix(
+        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any, beside: Partial
     ) -> tuple[Array, LayerState, Any]:
         with memory.as_floats(True):
-            return super().extend_beside(state, q, fresh, commit, carry, beside)
+            return super().extend_with_prefix(state, q, fresh, commit, carry, beside)
 
-    def appended(self, state: LayerState, block: Block) -> LayerState:
+    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
         with memory.as_floats(True):
             return super().appended(state, block)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.progress import track
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.local import encode
 from kvjax.methods.loading import load_methods

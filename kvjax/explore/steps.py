@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target

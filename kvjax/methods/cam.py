@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import arriving, at_slot, kept_scores, lost_tokens
-from kvjax.cache.select.select import Choice
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import arriving, at_slot, kept_scores, lost_tokens
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -39,14 +39,14 @@ class Spread:
     def at(self, spec: LayerSpec) -> Spread:
         return dataclasses.replace(self, layer=spec.index)
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
         number, mean = (at_slot(x, following) for x in self._windows(kept_scores(kept, choice), held))
         # Not as a quotient: where the mean is 0, any attention is enough.
-        likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.kv
+        likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
         begun = arriving(part, jnp.where(lost & likely & (number > 0), following, n), n)
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)

@@ -13,13 +13,13 @@ import numpy as np
 from rich.progress import track
 
 from kvjax.cache import given
-from kvjax.cache.contract import LayerSpec, Needs, Traits
 from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers
@@ -52,13 +52,17 @@ class CountingLayer:
     @property
     def needs(self) -> Needs:
         """What the kind looks at."""
-        return Needs(queries=self.kind.queries, output=self.kind.output, hidden=self.kind.hidden)
+        return Needs(
+            observed_queries=self.kind.num_queries,
+            output_projection=self.kind.needs_output,
+            hidden_states=self.kind.needs_hidden,
+        )
 
-    def slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt: int, room: int) -> int:
         """None: no token is held."""
         return 0
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+    def prefill(self, block: KVBlock, seen: Observation | None, slots: int) -> Any:
         """The statistics of the prompts, one set for each row."""
         return self.kind.count(block.clean(), seen, self.spec)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import functional
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine import decode as engine_decode

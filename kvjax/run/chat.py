@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.models.conversations import Messages
 from kvjax.models.model import Model

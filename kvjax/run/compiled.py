@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.core import product
+from kvjax.core import matmul
 from kvjax.engine import forward
 from kvjax.engine.forward import Compiled
 from kvjax.models.model import Model
@@ -55,7 +55,7 @@ def _jit(fun: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ..
 
 def options_for(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> Options:
     """The compiler's options for a program that multiplies so many tokens with weights, as far as it knows them."""
-    return _known(tuple(product.options(num_tokens, width, dtype, tied).items()))
+    return _known(tuple(matmul.options(num_tokens, width, dtype, tied).items()))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared import Behind
 from kvjax.cache.states import as_one, as_rows
 from kvjax.core import arguments

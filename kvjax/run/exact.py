@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache, KVMethod, Needs, slots_of
+from kvjax.cache.protocol import Cache, KVMethod, Needs, slots_of
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine.forward import Plan, Target, outer_params
@@ -48,7 +48,10 @@ class Exact:
         """
         model, method = self.model, method_of(method)
         plan = bind(method, model.config)
-        if any(n.chunk or n.pattern or n.hidden or n.output or n.probe for n in (layer.needs for layer in plan)):
+        if any(
+            n.prompt_chunk or n.prompt_pattern or n.hidden_states or n.output_projection or n.replay
+            for n in (layer.needs for layer in plan)
+        ):
             return self._read_again(method, capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
         num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
@@ -71,7 +74,7 @@ class Exact:
     def _wanted(self, layer: int, plan: Plan) -> LayerPrompt:
         """The layer's prompt with those queries that its method looks at."""
         k, v, q = self.prompts[layer][:3]
-        if plan[layer].needs.queries != 0 and not q.shape[3]:
+        if plan[layer].needs.observed_queries != 0 and not q.shape[3]:
             raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
         return LayerPrompt(k, v, select_queries(plan[layer], q, 0, self.lengths) if q.shape[3] else q)
 
@@ -80,7 +83,7 @@ class Exact:
 class AllQueries:
     """A layer that only asks the decoder for all of a prompt's queries, and is never asked for a state."""
 
-    needs: Needs = Needs(queries=None)
+    needs: Needs = Needs(observed_queries=None)
 
 
 def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> Exact:

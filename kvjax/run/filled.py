@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core.types import KvjaxError, OtherWeights
 from kvjax.engine.plan import bind
 from kvjax.methods.strings import method_of, name_of

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import memory
 from kvjax.core.types import Array, KvjaxError, KvjaxWarning
 from kvjax.engine.forward import Plan
@@ -36,7 +36,9 @@ def check_prompts(
             "new tokens, or for less room"
         )
     longest = max(lengths)
-    if longest > model.config.max_positions and not all(x.needs.endless and x.needs.chunk for x in plan):
+    if longest > model.config.max_positions and not all(
+        x.needs.unbounded_length and x.needs.prompt_chunk for x in plan
+    ):
         _warn(model, f"prompts of {longest:,} tokens go")
     needed = _planned(plan, model.config, slots, len(lengths), min(width, capacity), jnp.dtype(model.dtype))
     reading = len(lengths) * min(longest, piece) * (model.config.width + model.config.mlp_width) * model.dtype.itemsize
@@ -73,7 +75,7 @@ def check_result(model: Model, rows: int, tokens: int) -> None:
 
 def check_fed(model: Model, plan: Plan, used: int, more: int) -> None:
     """Warns where `more` tokens behind `used` ones are the first beyond the positions that the model was made for."""
-    if used <= model.config.max_positions < used + more and not all(layer.needs.endless for layer in plan):
+    if used <= model.config.max_positions < used + more and not all(layer.needs.unbounded_length for layer in plan):
         _warn(model, f"{more:,} tokens behind {used:,} others go")
 
 

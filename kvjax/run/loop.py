@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import PLAIN, Compiled, Target

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core import arguments
-from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, pytree
 from kvjax.engine.forward import Target, embed_at, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerPrompt, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
@@ -104,7 +104,7 @@ class PackedPrefill(ForwardMode):
         width = self.pos.shape[1]
         # A position that counts the prompt too: differences within a prompt stay, and the pattern tells prompts apart.
         row_pos = jnp.where(self.pos >= 0, self.prompt_ids * width + self.pos, -1)
-        block = Block(inputs.k, inputs.v, row_pos[:, None])
+        block = KVBlock(inputs.k, inputs.v, row_pos[:, None])
         out = attend_all(inputs.q, row_pos, block, call.window, OwnPrompt(width))
         at = jnp.minimum(self.starts[:, None] + jnp.arange(self.longest, dtype=jnp.int32)[None], width - 1)
 

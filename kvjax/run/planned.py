@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
-from kvjax.cache.contract import KVMethod, Layer, slots_of
-from kvjax.cache.select.shares import SHARED_ROUNDING
+from kvjax.cache.protocol import BoundLayer, KVMethod, slots_of
+from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
 from kvjax.core import arguments
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.models.config import Config
@@ -65,7 +65,7 @@ def planned_bytes(
     width = round_up(prompt) if width is None else arguments.integer("width", width)
     plan = bind(method, config)
     slots = [slots_of(layer, (prompt,), capacity) for layer in plan]
-    if any(layer.needs.all_layers for layer in plan):
+    if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below what is held.
         slots = [min(n + SHARED_ROUNDING - 1, capacity) for n in slots]
     held = counted(plan, config, slots, batch, min(width, capacity), dtype, prompt)
@@ -112,25 +112,27 @@ def counted(
     return CacheBytes(held, empty, 0, jnp.dtype(dtype).name)
 
 
-def abstract_state(layer: Layer, config: Config, prompt: int, slots: int, batch: int, dtype: Any) -> tuple[list, Any]:
+def abstract_state(
+    layer: BoundLayer, config: Config, prompt: int, slots: int, batch: int, dtype: Any
+) -> tuple[list, Any]:
     """One layer's state after prompts of so many tokens: (its arrays, abstract but of a memory kind; their tree)."""
 
     def array(*shape: int, of: Any = dtype) -> Any:  # abstract, where its users say Array
         return jax.ShapeDtypeStruct((batch, *shape), of)
 
-    wanted = layer.needs.queries
+    wanted = layer.needs.observed_queries
     asked = prompt if wanted is None else wanted
-    length = 0 if layer.needs.chunk else prompt
+    length = 0 if layer.needs.prompt_chunk else prompt
     rows = array(config.kv_heads, length, config.head_dim)
     q = array(config.kv_heads, config.groups, asked, config.head_dim)
 
     projection = (config.kv_heads, config.groups, config.head_dim, config.width)
-    output: Any = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output else None
-    hidden = array(1, length, config.width) if layer.needs.hidden else None
-    probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.probe else None
-    block = Block(rows, rows, array(1, length, of=jnp.int32))
-    neighbour = block if layer.needs.neighbour else None
-    observed = Obs(q, array(asked, of=jnp.int32), None, output, hidden, probed, neighbour)
+    output: Any = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output_projection else None
+    hidden = array(1, length, config.width) if layer.needs.hidden_states else None
+    probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.replay else None
+    block = KVBlock(rows, rows, array(1, length, of=jnp.int32))
+    neighbour = block if layer.needs.paired_layer else None
+    observed = Observation(q, array(asked, of=jnp.int32), None, output, hidden, probed, neighbour)
 
     def prefill(block, observed):
         seen = observed if layer.needs.observes and length else None

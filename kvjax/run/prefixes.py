@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core import arguments
 from kvjax.models.model import Model
 from kvjax.run.context import ROOM, Context, read

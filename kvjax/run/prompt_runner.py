@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.contract import Cache, slots_of
+from kvjax.cache.protocol import Cache, slots_of
 from kvjax.core import arguments
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine.forward import Plan, Target
@@ -80,7 +80,7 @@ def run_prompts(
 
 def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
     """The ids that a method puts before a chunk which the model repeats: before the first one, before every other."""
-    replay = next((layer.needs.probe for layer in plan if layer.needs.probe), None)
+    replay = next((layer.needs.replay for layer in plan if layer.needs.replay), None)
     if replay is None or model.tokenizer is None:
         return [], []
     encode = functools.partial(model.tokenizer.encode, special_tokens=False)
@@ -89,7 +89,7 @@ def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
 
 def _chunk_of_method(plan: Plan, chunk: int | None) -> int | None:
     """Tokens at a time that the method itself asks for; raises KvjaxError where the caller asks too."""
-    restricted = min((layer.needs.chunk for layer in plan if layer.needs.chunk), default=None)
+    restricted = min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None)
     if chunk is not None:
         arguments.integer("chunk", chunk)
         if restricted:

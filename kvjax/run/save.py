@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.contract import Cache, KVMethod, Layer, slots_of
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, slots_of
 from kvjax.cache.shared import Shared, SharedState
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes
@@ -111,14 +111,14 @@ def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
     return jax.device_put(there, memory.HOST) if host else there
 
 
-def _tree(layer: Layer, model: Model, rows: int, capacity: int, arrays: Sequence[np.ndarray]) -> Any:
+def _tree(layer: BoundLayer, model: Model, rows: int, capacity: int, arrays: Sequence[np.ndarray]) -> Any:
     """The structure of a layer's state that has these arrays; None where there is none."""
     found = _trees(layer, model, rows, capacity, arrays)
     return next((tree for tree in found if tree.num_leaves == len(arrays)), None)
 
 
 def _trees(
-    layer: Layer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+    layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[jax.tree_util.PyTreeDef]:
     """The structures that the first of these arrays may have, of so many rows if that is known."""
     if hasattr(layer, "parts"):
@@ -127,7 +127,7 @@ def _trees(
     counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
     sizes = list(_sizes(layer, model.config, capacity, arrays))
     layers = [layer]
-    if layer.needs.all_layers:  # what it keeps of the prompts has as many slots as one of the arrays
+    if layer.needs.global_budget:  # what it keeps of the prompts has as many slots as one of the arrays
         layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
@@ -151,7 +151,7 @@ def _shared_trees(
                 yield jax.tree.structure(SharedState(*held, before=0, members=members))
 
 
-def _sizes(layer: Layer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
+def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
     """(tokens of a prompt, slots) that may have led to a state, the likelier ones first."""
     usual = [slots_of(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
     seen = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, config.kv_heads)]

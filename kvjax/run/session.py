@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.accounting import state_bytes
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine.decode import num_draft_tokens

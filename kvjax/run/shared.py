@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Cache, slots_of
+from kvjax.cache.protocol import Cache, slots_of
 from kvjax.cache.shared import Behind, Shared, members_of
 from kvjax.core import memory
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named, per_device
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -84,7 +84,9 @@ class PrefillAfterPrefix(ForwardMode):
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
 
-        def begin(prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: Block, seen: Obs | None) -> Any:
+        def begin(
+            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, seen: Observation | None
+        ) -> Any:
             return layer.begin(prefix, prefix_lengths, members, q, block, seen, call.num_slots)
 
         run = per_device(begin, *inputs.q.shape[:2], mesh)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
@@ -178,7 +178,7 @@ def _read(
 def _check_goes_back(cache: Cache) -> None:
     """Raises IncompatibleMethod for a method whose tokens, once taken, stay."""
     for layer, state in zip(cache.plan, cache.layers, strict=True):
-        offered(layer, "undoable", "give back tokens")(state)
+        offered(layer, "max_rollback", "give back tokens")(state)
     back = functools.partial(cropped, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
     jax.eval_shape(back, cache.layers, cache.length)
 

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Cache, Layer
+from kvjax.cache.protocol import BoundLayer, Cache
 from kvjax.cache.states import Editable
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
 from kvjax.core.rope import Rope, rotate
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.models.model import Model
 from kvjax.run import states
 from kvjax.run.calls import extend_padded
@@ -98,7 +98,7 @@ def _moved(
     before: tuple[Any, ...],
     count: Array,
     shift: Array,
-    plan: tuple[Layer, ...],
+    plan: tuple[BoundLayer, ...],
     width: int,
     rope: Rope,
     heads: int,
@@ -115,17 +115,17 @@ def _moved(
     return tuple(map(one, plan, layers, before))
 
 
-def _last(block: Block, count: Array, width: int) -> Block:
+def _last(block: KVBlock, count: Array, width: int) -> KVBlock:
     """The last count i32[B] tokens of each row, in `width` places."""
     n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
     place = jnp.arange(width, dtype=jnp.int32)[None]
     slot = jnp.clip((n - count)[:, None] + place, 0, block.pos.shape[2] - 1)[:, None]
     pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(slot, (*block.pos.shape[:2], width)), 2)
     pos = jnp.where((place < count[:, None])[:, None], pos, -1)
-    return Block(memory.take(block.k, slot), memory.take(block.v, slot), pos)
+    return KVBlock(memory.take(block.k, slot), memory.take(block.v, slot), pos)
 
 
-def _turned(block: Block, shift: Array, rope: Rope) -> Block:
+def _turned(block: KVBlock, shift: Array, rope: Rope) -> KVBlock:
     """The tokens shift i32[B] places further on; where that is 0, bit by bit the same."""
     k = rotate(block.k, *rope.angles(shift[:, None, None]))
     return dataclasses.replace(block, k=k, pos=jnp.where(block.pos >= 0, block.pos + shift[:, None, None], -1))

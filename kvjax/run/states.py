@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache.contract import Cache, Layer
+from kvjax.cache.protocol import BoundLayer, Cache
 from kvjax.cache.states import KEEP, as_one, as_rows
 from kvjax.core import arguments
 from kvjax.core.mesh import check_divides, per_device
@@ -32,7 +32,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
             raise KvjaxError(f"row {row} has {most} tokens and cannot be cropped to {length}; give 0..{most}")
     count = held - wanted
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
-        undoable = np.asarray(offered(layer, "undoable", "give back tokens")(state))
+        undoable = np.asarray(offered(layer, "max_rollback", "give back tokens")(state))
         for row in np.flatnonzero(count > undoable)[:1]:
             raise IncompatibleMethod(
                 f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {undoable[row]} at most: "
@@ -45,10 +45,12 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "heads", "mesh"))
-def cropped(layers: tuple[Any, ...], count: Array, plan: tuple[Layer, ...], heads: int, mesh: Mesh | None) -> tuple:
+def cropped(
+    layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], heads: int, mesh: Mesh | None
+) -> tuple:
     """The states of all layers without the last count i32[B] tokens of each row, which can be taken back."""
 
-    def one(layer: Layer, state: Any) -> Any:
+    def one(layer: BoundLayer, state: Any) -> Any:
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(one, plan, layers))
@@ -114,7 +116,7 @@ def join(caches: Sequence[Cache]) -> Cache:
     return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
 
 
-def offered(layer: Layer, member: str, what: str) -> Any:
+def offered(layer: BoundLayer, member: str, what: str) -> Any:
     """An optional member of a layer; raises IncompatibleMethod for a layer without it."""
     found = getattr(layer, member, None)
     if found is None:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.engine.plan import bind, specs
 
 import kvjax
 from kvjax.cache.binding import bind_component
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Plain
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import Pyramid, Uniform
-from kvjax.parts import Method, Policy, Scorer, by_tokens, selecting
+from kvjax.engine.plan import bind, specs
+from kvjax.parts import Method, Policy, Scorer, make_selection, token_scores
 from kvjax.run import by_layer
 from kvjax.testing import toy_model
 from tests.contract.table import TRIALS
@@ -124,15 +124,15 @@ class Whole(Scorer):
     def at(self, spec):
         return Whole(spec)
 
-    def scores(self, block, seen, spec):
+    def scores(self, block, observation, spec):
         place = jnp.arange(block.pos.shape[2], dtype=jnp.float32)
         sign = -1.0 if self.spec.index == 0 else 1.0
-        return by_tokens(jnp.broadcast_to(sign * place, block.k.shape[:3]), block)
+        return token_scores(jnp.broadcast_to(sign * place, block.k.shape[:3]), block)
 
 
 def test_a_component_that_keeps_the_whole_spec_is_right_with_programs_of_its_own():
     model = toy_model(layers=3)
-    method = Method(select=selecting(Whole(), 2))
+    method = Method(select=make_selection(Whole(), 2))
     assert len(set(bind(method, model.config))) == 3
     _, cache = kvjax.prefill(model, PROMPTS, method)
     kept = kvjax.kept_positions(cache)
@@ -183,15 +183,15 @@ class Halves(Policy):
     def at(self, spec):
         return Halves(4 + spec.index)
 
-    def slots(self, layer):
+    def num_slots(self, layer):
         return self.count + 1
 
-    def begin(self, layer, block, seen, slots):
+    def init(self, layer, block, observation, slots):
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         newest = length - 1 - jnp.arange(min(slots, self.count), dtype=jnp.int32)[None, None]
         return jnp.where(newest >= 0, newest, -1), None
 
-    def after(self, layer, state, weights, q_pos):
+    def after_token(self, layer, state, weights, q_pos):
         full = (state.pos >= 0).all(2, keepdims=True)
         oldest = state.pos == jnp.where(state.pos >= 0, state.pos, 2**30).min(2, keepdims=True)
         return jnp.where(full & oldest, -1, state.pos), None

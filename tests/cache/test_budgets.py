@@ -17,7 +17,7 @@ from tests.oracles.eviction import pyramid, pyramid_peer
 
 def at(budget, index: int, layers: int):
     """A budget in one layer of so many."""
-    spec = dataclasses.replace(layer.spec(), index=0, layers=layers)
+    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
     return budgets_of_layers(budget, spec)[index]
 
 

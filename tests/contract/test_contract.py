@@ -16,7 +16,7 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.select.shares import SHARED_ROUNDING
+from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
 from kvjax.conformance import changed_types, wrong_positions
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.strings import method_of
@@ -114,7 +114,7 @@ def test_c3_only_the_committed_tokens_are_kept(trial: Trial):
     two, ahead = layer.extend(bound)(state, d.tokens(0, 2))
     one, alone = layer.extend(bound)(state, d.token(0))
     # A reader may prefetch by the word of the other token.
-    kept = [dataclasses.replace(s, aux=None) if hasattr(s, "aux") else s for s in (ahead, alone)]
+    kept = [dataclasses.replace(s, reader_state=None) if hasattr(s, "reader_state") else s for s in (ahead, alone)]
     chex.assert_trees_all_equal(*kept)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
 
@@ -157,7 +157,7 @@ def test_c6_bytes_are_the_recipes_and_the_planned_ones(trial: Trial, dtype):
     sizes_of = {"capacity": layer.CAPACITY, "batch": layer.B, "width": layer.LONGEST, "dtype": dtype}
     planned = planned_bytes(trial.small, MODEL, layer.LONGEST, **sizes_of)
     want["device"] += 4 * layer.B  # the cache's own lengths
-    if not bound.needs.all_layers:
+    if not bound.needs.global_budget:
         assert planned.total == want
     else:  # a plan adds the slots by which a layer's share of the budget may be rounded up, and no more
         roomy = layer.after_prompt(bound, *layer.prompt(d), layer.slots(bound) + SHARED_ROUNDING - 1)
@@ -191,7 +191,7 @@ def test_c10_a_token_that_is_taken_back_leaves_no_trace(trial: Trial):
     loud = dataclasses.replace(block, k=block.k * 7, v=block.v * 7)
     _, more = layer.extend(bound)(state, (q, loud))
     try:
-        most = np.asarray(bound.undoable(more))
+        most = np.asarray(bound.max_rollback(more))
         back = bound.crop(more, jnp.asarray(np.minimum(most, 1), jnp.int32))
     except IncompatibleMethod as e:
         assert "keep" in str(e)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.core import compile_cache, product
-from kvjax.core.product import WITHOUT_PACKING
+from kvjax.core import compile_cache, matmul
+from kvjax.core.matmul import WITHOUT_PACKING
 from kvjax.core.types import KvjaxError
 from kvjax.engine import forward
 from kvjax.run import compiled, timing
@@ -29,18 +29,18 @@ from kvjax.testing import toy_model
     ],
 )
 def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
-    assert product.options(rows, width, dtype, tied) == told
+    assert matmul.options(rows, width, dtype, tied) == told
 
 
 def test_the_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setattr(product, "options", lambda *args: {"xla_backend_optimization_level": "high"})
+    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_backend_optimization_level": "high"})
     compiled._known.cache_clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
         compiled.options_for(1, 8, jnp.float32)
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(product, "options", lambda *args: {"xla_of_another_version": "true"})
+    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_of_another_version": "true"})
     assert compiled.options_for(1, 8, jnp.float32) == ()
 
 

@@ -76,7 +76,7 @@ def test_of_a_long_prompts_last_layer_only_what_is_looked_at_is_asked(method, tr
     jax.tree.map(np.testing.assert_array_equal, kvjax.kept_positions(few), kvjax.kept_positions(exact))
     after = [kvjax.extend(model, [[7], [8]], cache)[0] for cache in (few, exact)]
     np.testing.assert_allclose(*after, atol=1e-5)
-    asks_all = any(layer.needs.queries is None for layer in few.plan)
+    asks_all = any(layer.needs.observed_queries is None for layer in few.plan)
     assert any(call.selects_queries for call in traced) or asks_all
 
 

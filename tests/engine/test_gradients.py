@@ -144,12 +144,12 @@ def held_by_token(layer: Any, state: Any, shape: tuple[int, ...]) -> tuple[np.nd
     """What queries read of each token that is held: keys and values [B K T H], and which ones bool[B K T]."""
     k, v, held = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
     blocks = [(layer.keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
-    if isinstance(state.aux, Copy):  # nothing has been fetched yet, so that all is read from the copy
+    if isinstance(state.reader_state, Copy):  # nothing has been fetched yet, so that all is read from the copy
         read = layer.method.read
-        blocks = [(read.k.decode(state.aux.k), read.v.decode(state.aux.v), state.pos)]
-    if state.apart is not None:
-        shown = layer.method.apart.shown(layer, state.apart)
-        blocks.append((shown.k, shown.v, layer.method.apart.positions(state.apart)))
+        blocks = [(read.k.decode(state.reader_state.k), read.v.decode(state.reader_state.v), state.pos)]
+    if state.side_store is not None:
+        shown = layer.method.side_store.visible_block(layer, state.side_store)
+        blocks.append((shown.k, shown.v, layer.method.side_store.positions(state.side_store)))
     for keys, values, pos in blocks:
         pos = np.broadcast_to(pos, (*shape[:2], pos.shape[2]))
         keys, values = (np.broadcast_to(x, (*pos.shape, shape[3])) for x in (keys, values))

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import functional
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
@@ -136,7 +136,7 @@ def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Ca
     cache, (tokens, decoded), (extended, logits) = jax.eval_shape(run, *prompts)
     assert tokens.shape == (len(LENGTHS), NEW) and logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
     assert types_of(cache) == types_of(decoded) == types_of(extended)
-    if not any(layer.needs.all_layers for layer in case.plan):  # whose slots depend on values
+    if not any(layer.needs.global_budget for layer in case.plan):  # whose slots depend on values
         sizes = {"capacity": CAPACITY, "batch": len(LENGTHS), "width": max(LENGTHS)}
         planned = kvjax.planned_bytes(case.method, case.model, max(LENGTHS), **sizes)
         assert sum(planned.total.values()) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.core.attention import attend_dense, causal, merge
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.positions import token_positions
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
@@ -72,7 +72,7 @@ def test_the_few_queries_of_a_last_layer_read_by_the_same_mask():
     ask = jnp.array([[10, 13], [-1, 4]])
     pos = jnp.where(jnp.arange(14)[None] < jnp.array([[14], [5]]), jnp.arange(14)[None], -1)
     few = jnp.take_along_axis(q, jnp.maximum(ask, 0)[:, None, None, :, None], 3)
-    got = merge([attend_dense(few, Block(k, v, pos[:, None]), ask, pattern=AShape(1, 3))])
+    got = merge([attend_dense(few, KVBlock(k, v, pos[:, None]), ask, pattern=AShape(1, 3))])
     want = expected(q, k, v, 1, 3)
     np.testing.assert_allclose(got[0], want[0][:, :, np.array([10, 13])], atol=1e-6)
     np.testing.assert_allclose(got[1, :, :, 1], want[1][:, :, 4], atol=1e-6)

@@ -75,7 +75,7 @@ def test_noise_depends_on_seed_layer_head_and_positions_alone():
     drawn = noise(6)
     np.testing.assert_array_equal(noise(6, rows=3), drawn.repeat(3, 0))
     np.testing.assert_array_equal(noise(4, first=2), drawn[:, :, :, 2:, 2:])
-    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, layers=2))]
+    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice
 
 

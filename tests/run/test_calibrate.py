@@ -70,7 +70,7 @@ def test_joint_bases_are_those_of_all_heads_without_rotation(model, exact):
 
 def _bare(k: np.ndarray, spec) -> np.ndarray:
     pos = np.arange(k.shape[1], dtype=np.int32)[None, None]
-    return np.asarray(spec.rope.bare(k[None].astype(np.float32), pos)[0], np.float64)
+    return np.asarray(spec.rope.unrotate(k[None].astype(np.float32), pos)[0], np.float64)
 
 
 def test_channels_are_ordered_by_the_mean_product_of_each_tokens_query_and_key(model, exact):

@@ -139,7 +139,7 @@ def test_a_mesh_shares_one_prefix():
         ("full", "streaming_llm:recent=9", "slot `positions` cannot work behind a prefix"),
         ("full", "a_shape", "slot `attend`"),
         ("full", "infllm", "slot `read`"),
-        ("full", "cake:budget=8,window=2", "slot `shares`"),
+        ("full", "cake:budget=8,window=2", "slot `layer_budgets`"),
     ],
 )
 def test_what_cannot_share_says_so(prefix, own, says):

@@ -41,7 +41,7 @@ def test_later_keys_are_turned_and_later_values_stay():
         k, v, k_new, v_new = (np.asarray(memory.unpack(x))[0] for x in (old.k, old.v, new.k, new.v))
         np.testing.assert_array_equal(v_new[:, 16:42], v[:, 14:40])
         pos = jnp.arange(40, dtype=jnp.int32)[None, None]
-        turned = rope.turn(rope.bare(jnp.asarray(k)[None, :, :40], pos), pos + 2)[0]
+        turned = rope.rotate(rope.unrotate(jnp.asarray(k)[None, :, :40], pos), pos + 2)[0]
         np.testing.assert_allclose(k_new[:, 16:42], turned[:, 14:40], atol=1e-5)
         np.testing.assert_array_equal(k_new[:, :10], k[:, :10])
     np.testing.assert_array_equal(after.cache.layers[1].pos[0, 0, :43], [*range(42), -1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.cache.binding import bind_component
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Codec, Plain
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import KvjaxError
 
 
@@ -30,8 +30,8 @@ class Ends(Codec):
         return self.inner.is_smooth
 
     def at(self, spec: LayerSpec) -> Codec:
-        exact = min(self.layers, spec.layers // 2)
-        return bind_component(self.inner, spec) if exact <= spec.index < spec.layers - exact else Plain()
+        exact = min(self.layers, spec.num_layers // 2)
+        return bind_component(self.inner, spec) if exact <= spec.index < spec.num_layers - exact else Plain()
 
     def on_device(self) -> Codec:
         return Ends(self.inner.on_device(), self.layers)

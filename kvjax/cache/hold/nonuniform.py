@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.chunks import ChunkCodec, Coded
 from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.tables import Kind, table
 from kvjax.core.types import Array, KvjaxError
 

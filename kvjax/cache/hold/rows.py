@@ -136,11 +136,11 @@ class Rows(Codec):
     def decode(self, stored: Coded) -> Array:
         return self._plain(memory.each(memory.unpack, stored.parts), stored.dtype)
 
-    def write(self, stored: Coded, x: Array, at: Array) -> Coded:
+    def append(self, stored: Coded, x: Array, at: Array) -> Coded:
         parts = memory.each(lambda held, new: memory.append(held, new, at), stored.parts, self._coded(x))
         return dataclasses.replace(stored, parts=parts)
 
-    def rows(self, stored: Coded, idx: Array) -> Array:
+    def gather(self, stored: Coded, idx: Array) -> Array:
         return self._plain(memory.each(lambda held: memory.rows(held, idx), stored.parts), stored.dtype)
 
     def scores(self, q: Array, stored: Coded) -> Array:
@@ -154,7 +154,7 @@ class Rows(Codec):
         size = pieces.size_of(*_rows_and_slots(stored), stored.H)
         return self._turned(pieces.mix(p, stored.H, size, self._piece_of(stored)))
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n
 
     def _coded(self, x: Array) -> Any:

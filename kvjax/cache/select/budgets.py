@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.cache.binding import bind_component
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import KvjaxError
 
 
@@ -140,7 +140,7 @@ class Pyramid(Budget):
             raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
 
     def at(self, spec: LayerSpec) -> Pyramid:
-        return dataclasses.replace(self, layer=spec.index, layers=spec.layers)
+        return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
     def kept(self, length: int) -> int:
         rule = self._authors if self.rule == "authors" else self._peer
@@ -183,7 +183,7 @@ class Table(Budget):
             _positive(n)
 
     def at(self, spec: LayerSpec) -> Uniform:
-        n = spec.layers
+        n = spec.num_layers
         if len(self.tokens) != n:
             raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")
         return Uniform(self.tokens[spec.index])
@@ -191,7 +191,7 @@ class Table(Budget):
 
 def budgets_of_layers(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
     """A method's budget, before it is bound, in each layer of the model that any of its specs tells."""
-    return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.layers))
+    return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.num_layers))
 
 
 @functools.lru_cache(maxsize=1024)

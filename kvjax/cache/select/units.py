@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.mesh import over_heads, vary
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 class Unit(Protocol):
@@ -209,7 +209,7 @@ def slots_where(mask: Array, count: int) -> Array:
     return jnp.where(found < S, found, -1)
 
 
-def gather(block: Block, idx: Array) -> Block:
+def gather(block: KVBlock, idx: Array) -> KVBlock:
     """The tokens at slots idx i32[B 1|K n] as a block of n slots, empty where idx < 0; pos keeps K = 1 if idx does."""
     B, K, _, H = block.k.shape
     at = jnp.maximum(idx, 0)
@@ -219,7 +219,7 @@ def gather(block: Block, idx: Array) -> Block:
     pos = _take(jnp.broadcast_to(block.pos, (B, heads, block.pos.shape[2])), where, 2)
     k, v = (_take(x, rows, 2) for x in (block.k, block.v))
     bias = None if block.bias is None else _take(block.bias, rows[..., 0], 2)
-    return Block(k, v, jnp.where(idx >= 0, pos, -1), bias)
+    return KVBlock(k, v, jnp.where(idx >= 0, pos, -1), bias)
 
 
 def _take(x: Array, idx: Array, axis: int) -> Array:

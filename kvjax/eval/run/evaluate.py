@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader

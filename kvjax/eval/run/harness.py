@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
 from kvjax.models.model import Model
 from kvjax.run.context import Context, read

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.rope import rotate
-from kvjax.core.types import Array, Block, pytree
+from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import PLAIN, Compiled, Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
@@ -66,7 +66,7 @@ class PartialPrefill(ForwardMode):
         query_pos = self.pos
         if state is not None or call.selects_queries:
             query_pos = jnp.where(self.chosen >= 0, pick(self.pos, jnp.maximum(self.chosen, 0)), -1)
-        out = attend_all(q, query_pos, Block(k, v, self.pos[:, None]), call.window)
+        out = attend_all(q, query_pos, KVBlock(k, v, self.pos[:, None]), call.window)
         return out, LayerPrompt(k, v, q[:, :, :, :0]), cross_layer
 
 

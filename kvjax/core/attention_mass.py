@@ -12,47 +12,51 @@ from jax import lax
 
 from kvjax.core.attention import NEG, log_sum, scores, visible
 from kvjax.core.mesh import vary
-from kvjax.core.types import Array, Block, exportable
+from kvjax.core.types import Array, KVBlock, exportable
 
 
 @exportable
-class Obs(NamedTuple):
+class Observation(NamedTuple):
     """The last Q prompt queries of each row, after RoPE; only `pos` tells which of them are real."""
 
     q: Array  # [B K G Q H]
     pos: Array  # i32[B Q], positions in the prompt, -1 = padding
-    keep: Array | None = None  # i32[B] tokens of each row, or i32[B K] of each head, that stay by all layers' measures
-    output: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
-    hidden: Array | None = None  # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
-    probed: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
-    neighbour: Block | None = None  # the same prompt in the layer above or below, likewise
-    sums: Array | None = None  # f32[B K G Q], each query's `attention.log_sum` over the block, where it is known
+    # i32[B] tokens of each row, or i32[B K] of each head, that stay by all layers' measures
+    num_kept: Array | None = None
+    output_projection: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
+    # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
+    hidden_states: Array | None = None
+    replay_scores: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
+    paired_block: KVBlock | None = None  # the same prompt in the layer above or below, likewise
+    # f32[B K G Q], each query's `attention.log_sum` over the block, where it is known
+    softmax_sums: Array | None = None
 
 
 _NEVER = np.int32(2**30)  # a position behind all others
 
 
-def mass(
-    block: Block,
-    obs: Obs,
-    by: Array,
+def attention_mass(
+    block: KVBlock,
+    observation: Observation,
+    query_weights: Array,
     window: int | None = None,
     at_once: int = 256,
-    change: Callable[[Array, Array, Array], Array] | None = None,
+    logit_transform: Callable[[Array, Array, Array], Array] | None = None,
 ) -> tuple[Array, Array]:
-    """The attention that each slot receives: float32 softmax weights, summed over queries that count `by` f32[B Q].
+    """The attention that each slot receives: float32 softmax weights, summed over queries that count `query_weights`
+    f32[B Q].
 
-    Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `by` over the queries
-    that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold. Memory
-    grows with `at_once` squared, never with Q x S. change: what becomes, before the softmax, of the logits
-    f32[B K G Q S] of queries at i32[B Q] to slots that hold i32[B 1|K S].
+    Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `query_weights` over the
+    queries that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold.
+    Memory grows with `at_once` squared, never with Q x S. logit_transform: what becomes, before the softmax, of the
+    logits f32[B K G Q S] of queries at i32[B Q] to slots that hold i32[B 1|K S].
     """
 
-    def received(p: Array, by: Array, seen: Array) -> tuple[Array, Array]:
-        by = by[:, None, None, :, None]
-        return (p * by).sum(3), jnp.where(seen, by, 0.0).sum(3)[:, :, 0]
+    def received(p: Array, query_weights: Array, seen: Array) -> tuple[Array, Array]:
+        query_weights = query_weights[:, None, None, :, None]
+        return (p * query_weights).sum(3), jnp.where(seen, query_weights, 0.0).sum(3)[:, :, 0]
 
-    return _summed(received, block, obs, by, window, at_once, change)
+    return _summed(received, block, observation, query_weights, window, at_once, logit_transform)
 
 
 class Moments(NamedTuple):
@@ -63,16 +67,16 @@ class Moments(NamedTuple):
     p_log_p: Array  # of p * ln(p + 1e-10)
 
 
-def moments(block: Block, obs: Obs, window: int | None = None, at_once: int = 256) -> Moments:
+def moments(block: KVBlock, observation: Observation, window: int | None = None, at_once: int = 256) -> Moments:
     """The sums from which mean, variance and entropy of the attention to each slot follow, over all real queries.
 
-    Causal, inside the layer's sliding window; padding and memory as in `mass`.
+    Causal, inside the layer's sliding window; padding and memory as in `attention_mass`.
     """
 
-    def received(p: Array, by: Array, seen: Array) -> Moments:
+    def received(p: Array, query_weights: Array, seen: Array) -> Moments:
         return Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3))
 
-    return _summed(received, block, obs, jnp.ones(obs.pos.shape), window, at_once)
+    return _summed(received, block, observation, jnp.ones(observation.pos.shape), window, at_once)
 
 
 class _Asking(NamedTuple):
@@ -80,8 +84,8 @@ class _Asking(NamedTuple):
 
     q: Array  # [B K G T H]
     pos: Array  # i32[B T]
-    by: Array  # f32[B T], what each of them counts
-    sums: Array | None  # f32[B K G T], as in `Obs`
+    query_weights: Array  # f32[B T], what each of them counts
+    sums: Array | None  # f32[B K G T], as in `Observation`
 
 
 class _Slots(NamedTuple):
@@ -96,13 +100,13 @@ class _Look(NamedTuple):
 
     pieces: _Slots
     window: int | None
-    change: Callable[[Array, Array, Array], Array] | None
+    logit_transform: Callable[[Array, Array, Array], Array] | None
 
     def logits(self, asking: _Asking, slots: _Slots) -> tuple[Array, Array]:
         """(f32[B K G T S], NEG where a query does not see a slot; whether it does, bool[B 1|K 1 T S])."""
         seen, found = visible(slots.pos, asking.pos, self.window), scores(asking.q, slots.k)
-        if self.change is not None:
-            found = self.change(found, asking.pos, slots.pos)
+        if self.logit_transform is not None:
+            found = self.logit_transform(found, asking.pos, slots.pos)
         return jnp.where(seen, found, NEG), seen
 
     def if_seen(self, asking: _Asking, slots: _Slots, more: Callable[[Any], Any], before: Any) -> Any:
@@ -139,29 +143,38 @@ class _Look(NamedTuple):
 
 def _summed(
     received: Callable[[Array, Array, Array], Any],
-    block: Block,
-    obs: Obs,
-    by: Array,
+    block: KVBlock,
+    observation: Observation,
+    query_weights: Array,
     window: int | None,
     at_once: int,
-    change: Callable[[Array, Array, Array], Array] | None = None,
+    logit_transform: Callable[[Array, Array, Array], Array] | None = None,
 ) -> Any:
     """What slots have `received` from all queries: arrays [.. S].
 
-    received(p f32[B K G T S], by f32[B T], seen bool[B 1|K 1 T S]) is asked for some queries and some slots at a time,
-    when the sum of these queries' softmax over all slots is known: what they see is read once for it where `obs` does
-    not bring it, and once more; the rest is not read at all.
+    received(p f32[B K G T S], query_weights f32[B T], seen bool[B 1|K 1 T S]) is asked for some queries and some slots
+    at a time, when the sum of these queries' softmax over all slots is known: what they see is read once for it where
+    `observation` does not bring it, and once more; the rest is not read at all.
     """
-    Q, S = obs.pos.shape[1], block.pos.shape[2]
+    Q, S = observation.pos.shape[1], block.pos.shape[2]
     queries = min(at_once, Q)
     slots = min(at_once * at_once // queries, S)
-    known = None if obs.sums is None or change is not None else _pieces(obs.sums, 3, queries)
-    asked = _Asking(_pieces(obs.q, 3, queries), _pieces(obs.pos, 1, queries, -1), _pieces(by, 1, queries), known)
-    look = _Look(_Slots(_pieces(block.k, 2, slots), _pieces(block.pos, 2, slots, -1)), window, change)
+    known = (
+        None
+        if observation.softmax_sums is None or logit_transform is not None
+        else _pieces(observation.softmax_sums, 3, queries)
+    )
+    asked = _Asking(
+        _pieces(observation.q, 3, queries),
+        _pieces(observation.pos, 1, queries, -1),
+        _pieces(query_weights, 1, queries),
+        known,
+    )
+    look = _Look(_Slots(_pieces(block.k, 2, slots), _pieces(block.pos, 2, slots, -1)), window, logit_transform)
 
     def of_piece(asking: _Asking, slots: _Slots, sums: Array) -> Any:
         p, seen = look.attention(asking, slots, sums)
-        return received(p, asking.by, seen)
+        return received(p, asking.query_weights, seen)
 
     def of_queries(total: Any, asking: _Asking) -> tuple[Any, None]:
         sums = look.sums(asking)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.contract import Layer
+from kvjax.cache.protocol import BoundLayer
 from kvjax.core import memory
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 
 
-class Fates(NamedTuple):
+class TokenStatus(NamedTuple):
     """Of the token at each position 0..C-1, in one layer; what is said of a token that is not held means nothing."""
 
     held: Array  # bool[B K C]
@@ -22,29 +22,29 @@ class Fates(NamedTuple):
     value_host: Array  # bool[B K C]
 
 
-def fates(layer: Layer, state: Any, came: Block) -> Fates:
-    """What a layer's state holds, and how; came [B K C H]: the keys and values of all tokens, each at its position.
+def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
+    """What a layer's state holds, and how; exact [B K C H]: the keys and values of all tokens, each at its position.
 
-    A layer tells by `Telling.errors`; of one without it is known which tokens it holds, and no more. What a reader
-    keeps beside the slots, such as copies of the newest tokens, is not looked at.
+    A layer tells by `Telling.reconstruction_error`; of one without it is known which tokens it holds, and no more. What
+    a reader keeps beside the slots, such as copies of the newest tokens, is not looked at.
     """
-    B, K, C = came.k.shape[:3]
+    B, K, C = exact.k.shape[:3]
     pos = layer.positions(state)
     pos = jnp.broadcast_to(pos, (B, K, pos.shape[2]))
-    errors = getattr(layer, "errors", None)
+    errors = getattr(layer, "reconstruction_error", None)
     if errors is None:
         key = value = jnp.full(pos.shape, jnp.nan)
         hosts = (jnp.zeros(pos.shape, bool),) * 2
     else:
-        key, value = errors(state, came)
+        key, value = errors(state, exact)
         # What changes when host memory is blank was read from there.
-        blank = errors(memory.each(_blank, state), came) if _on_host(state) else (key, value)
+        blank = errors(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
         hosts = tuple((a != b) & ~jnp.isnan(a) for a, b in zip((key, value), blank, strict=True))
 
     def by_position(x: Array) -> Array:
         return jnp.zeros((B, K, C), x.dtype).at[places(pos, (B, K, C))].set(x, mode="drop")
 
-    return Fates(*map(by_position, (pos >= 0, key, value, *hosts)))
+    return TokenStatus(*map(by_position, (pos >= 0, key, value, *hosts)))
 
 
 def places(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
@@ -53,7 +53,7 @@ def places(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
     return jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(pos >= 0, pos, C)
 
 
-def off(read: Array, came: Array) -> Array:
+def relative_error(read: Array, came: Array) -> Array:
     """Rows [B K|1 S H] as they are read and as they came -> the length of the difference over the row's own, f32."""
     read, came = read.astype(jnp.float32), came.astype(jnp.float32)
     difference, length = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (read - came, came))

@@ -18,16 +18,16 @@ class Units(NamedTuple):
 
 
 @runtime_checkable
-class Represent(Protocol):
+class Representatives(Protocol):
     """Which of the lost units are kept after all, to stand for the others."""
 
     share: float  # of the units that the budget has room for: what representatives take, rounded down
 
-    def representatives(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: Units, count: Array, places: int) -> Array:
         """At most `count` i32[B] of each row's candidates -> distinct units i32[B places], -1 where there is none."""
 
 
-def part_of(share: float, units: Array | int) -> Array | int:
+def fraction_of(share: float, units: Array | int) -> Array | int:
     """floor(share * units) in integers, so that 0.7 of 10 is 7; share to the nearest n / d with d up to 1000."""
     f = Fraction(share).limit_denominator(1000)
     return units * f.numerator // f.denominator

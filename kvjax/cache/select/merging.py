@@ -7,21 +7,21 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.select.select import Choice
-from kvjax.core.types import Array, Block
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.selection import SelectedSlots
+from kvjax.core.types import Array, KVBlock
 
 SMALL = 1e-6  # the least norm of a key that is divided by
 
 
 @runtime_checkable
-class Merge(Protocol):
+class MergeRule(Protocol):
     """The `merge` slot of a method: keys and values of lost tokens go into kept ones."""
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         """The prompt's block, what stays of it, and the choice that was made -> what stays, with the lost folded in.
 
-        Slots keep their positions. A slot that stands for several tokens may say so in `Block.bias`.
+        Slots keep their positions. A slot that stands for several tokens may say so in `KVBlock.bias`.
         """
 
 
@@ -33,7 +33,7 @@ class Lost(NamedTuple):
     cosine: Array  # f32[B K T], between the two keys; 0 where nothing is lost
 
 
-def lost_tokens(block: Block, choice: Choice) -> Array:
+def lost_tokens(block: KVBlock, choice: SelectedSlots) -> Array:
     """bool[B K T]: the tokens of a block [B K T H] that the choice leaves out."""
     B, K, T = block.k.shape[:3]
     slots = jnp.broadcast_to(choice.slots, (B, K, choice.slots.shape[2]))
@@ -42,7 +42,7 @@ def lost_tokens(block: Block, choice: Choice) -> Array:
     return (block.pos >= 0) & ~stays
 
 
-def nearest(block: Block, kept: Block, choice: Choice, at_once: int = 256) -> Lost:
+def nearest(block: KVBlock, kept: KVBlock, choice: SelectedSlots, at_once: int = 256) -> Lost:
     """The lost tokens of a block [B K T H] and the kept ones [B K n H] that they are nearest to, by cosine in float32.
 
     Memory grows with `at_once` x n, never with T x n. What empty slots hold does not matter.
@@ -80,11 +80,11 @@ def mixed(kept: Array, own: Array | float, lost: Array, by: Array, slot: Array, 
     return jnp.where(touched, new.astype(kept.dtype), kept)
 
 
-def kept_scores(kept: Block, choice: Choice) -> Array:
+def kept_scores(kept: KVBlock, choice: SelectedSlots) -> Array:
     """f32[B K n]: what the scorer says of the kept tokens, 0 in empty slots."""
     held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
     slots = jnp.broadcast_to(jnp.maximum(choice.slots, 0), held.shape)
-    return jnp.where(held, jnp.take_along_axis(choice.scores.kv, slots, 2), 0.0)
+    return jnp.where(held, jnp.take_along_axis(choice.scores.per_kv_head, slots, 2), 0.0)
 
 
 def at_slot(x: Array, slot: Array) -> Array:

@@ -19,23 +19,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.attention import Pattern
-from kvjax.core.observe import Obs
+from kvjax.core.attention import AttentionPattern
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, Block, KvjaxError, TracedCall, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, TracedCall, pytree
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """One layer of a model, as far as methods may know it.
 
-    kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
+    num_kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
     """
 
     index: int | None  # 0 for the first layer; only told while a method is bound: what a bound layer keeps has None
-    layers: int  # L
-    kv_heads: int  # K
-    groups: int  # G, query heads per key/value head
+    num_layers: int  # L
+    num_kv_heads: int  # K
+    num_groups: int  # G, query heads per key/value head
     head_dim: int  # H
     window: int | None  # the layer's sliding window: so many last positions, itself included, are visible
     rope: Rope
@@ -46,53 +46,63 @@ class LayerSpec:
         return dataclasses.replace(self, index=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
     """A second pass over a prompt: what the model does when it repeats it, piece by piece (KVzip, 2505.23416).
 
-    Each piece of `chunk` tokens is run once more behind the whole prompt, after the `lead` tokens before it and a text
-    that tells the model what to do: `first` for the first piece, `later` for the others. A model without a tokenizer
-    reads no text.
+    Each piece of `chunk_tokens` tokens is run once more behind the whole prompt, after the `lead_tokens` tokens before
+    it and a text that tells the model what to do: `first` for the first piece, `later` for the others. A model without
+    a tokenizer reads no text.
     """
 
-    chunk: int
-    lead: int = 0
+    chunk_tokens: int
+    lead_tokens: int = 0
     first: str = ""
     later: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a bound method asks of the decoder, beside keys, values and queries of fresh tokens.
 
-    queries: how many of a row's last prompt queries `Layer.prefill` wants to see; None: all of them.
-    chunk: above 0, the prompt's own attention goes through the method: it is fed to `Layer.extend`, so many tokens at
-    a time, from the state that `Layer.prefill` makes of a block without slots.
-    guesses: tokens that each decode step carries beside the true one, a guess of what follows (SpeCache).
-    all_layers: how many tokens a layer keeps is known only when all layers have seen the prompt; see `MeasuredLayer`.
-    pattern: what the prompt's own queries read; None: every token before them.
-    output, hidden: `Layer.prefill` wants to see the layer's output projection, or the hidden states of the prompt.
-    probe: the prompt is run a second time for `ProbedLayer.look`, and `Layer.prefill` sees what that found.
-    neighbour: +1 or -1 where `Layer.prefill` wants to see the prompt's keys and values in the layer above or below.
-    endless: no query meets a token at a larger distance than the method allows, however long the text is, so that it
-    may go on beyond the positions that the model was made for.
+    observed_queries: how many of a row's last prompt queries `BoundLayer.prefill` wants to see; None: all of them.
+    prompt_chunk: above 0, the prompt's own attention goes through the method: it is fed to `BoundLayer.extend`, so many
+    tokens at a time, from the state that `BoundLayer.prefill` makes of a block without slots.
+    draft_tokens: tokens that each decode step carries beside the true one, a guess of what follows (SpeCache).
+    global_budget: how many tokens a layer keeps is known only when all layers have seen the prompt; see
+    `BudgetedLayer`.
+    prompt_pattern: what the prompt's own queries read; None: every token before them.
+    output_projection, hidden_states: `BoundLayer.prefill` wants to see the layer's output projection, or the hidden
+    states of the prompt.
+    replay: the prompt is run a second time for `ReplayedLayer.update_scores`, and `BoundLayer.prefill` sees what that
+    found.
+    paired_layer: +1 or -1 where `BoundLayer.prefill` wants to see the prompt's keys and values in the layer above or
+    below.
+    unbounded_length: no query meets a token at a larger distance than the method allows, however long the text is, so
+    that it may go on beyond the positions that the model was made for.
     """
 
-    queries: int | None = 0
-    chunk: int = 0
-    guesses: int = 0
-    all_layers: bool = False
-    pattern: Pattern | None = None
-    output: bool = False
-    hidden: bool = False
-    probe: Probe | None = None
-    neighbour: int = 0
-    endless: bool = False
+    observed_queries: int | None = 0
+    prompt_chunk: int = 0
+    draft_tokens: int = 0
+    global_budget: bool = False
+    prompt_pattern: AttentionPattern | None = None
+    output_projection: bool = False
+    hidden_states: bool = False
+    replay: Replay | None = None
+    paired_layer: int = 0
+    unbounded_length: bool = False
 
     @property
     def observes(self) -> bool:
-        """Whether `Layer.prefill` wants to see anything beside keys and values."""
-        return self.queries != 0 or self.output or self.hidden or self.probe is not None or self.neighbour != 0
+        """Whether `BoundLayer.prefill` wants to see anything beside keys and values."""
+        return (
+            self.observed_queries != 0
+            or self.output_projection
+            or self.hidden_states
+            or self.replay is not None
+            or self.paired_layer != 0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Traits:
     after_prompt: bool = False  # what stays is decided when the prompt ends, before later questions are known
 
 
-class Layer(Protocol):
+class BoundLayer(Protocol):
     """A method bound to one layer: frozen and hashable. Its state is any pytree, returned and never assigned to."""
 
     @property
@@ -114,21 +124,21 @@ class Layer(Protocol):
         """What it asks of the decoder; a field will do."""
         ...
 
-    def slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots for a row whose prompt has so many tokens, with room for so many more."""
         ...
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
-        """The state after a prompt: block [B K T H], rows left-aligned, of which `slots` slots have to be held."""
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
+        """The state after a prompt: block [B K T H], rows left-aligned, of which `num_slots` slots have to be held."""
         ...
 
-    def extend(self, state: Any, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Any, Any]:
+    def extend(self, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> tuple[Array, Any, Any]:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
-        q [B K G T H]; fresh [B K T H] with pos i32[B 1 T], -1 for padding on the right. carry: what the layer below
+        q [B K G T H]; new [B K T H] with pos i32[B 1 T], -1 for padding on the right. cross_layer: what the layer below
         hands up within this step, None in the first layer; arrays [B K T ...], each query its own, or [B K S ...]
         from a layer to the one that it is a pair with, which hands nothing up. Returns (out f32[B K G T H], the state,
-        the carry for the layer above).
+        the value for the layer above).
         """
         ...
 
@@ -137,14 +147,14 @@ class Layer(Protocol):
         ...
 
 
-class MeasuredLayer(Layer, Protocol):
-    """A layer with `Needs.all_layers`: the tokens that it keeps are its share of what all layers keep together."""
+class BudgetedLayer(BoundLayer, Protocol):
+    """A layer with `Needs.global_budget`: the tokens that it keeps are its share of what all layers keep together."""
 
-    def measure(self, block: Block, seen: Obs | None) -> Any:
+    def measure(self, block: KVBlock, observation: Observation | None) -> Any:
         """What the shares are made of, from this layer's prompt: arrays [B ...]."""
         ...
 
-    def shares(self, measures: Any, lengths: Array) -> Array:
+    def divide_budget(self, measures: Any, lengths: Array) -> Array:
         """Measures of all layers [L B ...], lengths i32[B] of the prompts -> tokens kept, i32[L B] or i32[L B K]."""
         ...
 
@@ -152,24 +162,26 @@ class MeasuredLayer(Layer, Protocol):
         """Slots for what the layer keeps of the prompts: i32[B] tokens, or i32[B K] of each head."""
         ...
 
-    def with_room_for(self, slots: int) -> Layer:
+    def with_room_for(self, slots: int) -> BoundLayer:
         """The layer that has so many slots for what it keeps of the prompts."""
         ...
 
-    def holding(self, kept: int, room: int) -> int:
+    def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """Slots for so many prompt tokens that stay, with room for so many more."""
         ...
 
 
-class ProbedLayer(Layer, Protocol):
-    """A layer with `Needs.probe`: it looks at what the model attends to while it repeats the prompt."""
+class ReplayedLayer(BoundLayer, Protocol):
+    """A layer with `Needs.replay`: it looks at what the model attends to while it repeats the prompt."""
 
-    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
+    def update_scores(
+        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
+    ) -> Array:
         """What the tokens of the prompt are worth, f32[B K T], after one more piece has been repeated.
 
-        block [B K T H]: the prompt. start: the piece's first position in it. seen: the queries of the repetition, and
-        what else the method asked for, of it. fresh: the repetition's own keys and values. before: what earlier pieces
-        gave, 0 at first.
+        block [B K T H]: the prompt. start: the piece's first position in it. observation: the queries of the
+        repetition, and what else the method asked for, of it. new: the repetition's own keys and values. before: what
+        earlier pieces gave, 0 at first.
         """
         ...
 
@@ -179,7 +191,7 @@ class PromptFreeLayer(Protocol):
     """A layer that decode steps may run in a smaller form, which more layers have in common."""
 
     @property
-    def after_prompt(self) -> Layer:
+    def after_prompt(self) -> BoundLayer:
         """The layer without what acts on prompts alone; it extends a state exactly as this one does."""
         ...
 
@@ -192,7 +204,7 @@ class KVMethod(Protocol):
         """What reports may say of it; a field will do."""
         ...
 
-    def bind(self, spec: LayerSpec) -> Layer:
+    def bind(self, spec: LayerSpec) -> BoundLayer:
         """The method in one layer; raises KvjaxError for a model that it cannot serve.
 
         Layers that are equal values share compiled programs, so that the layer should keep `spec.without_index`, and
@@ -210,9 +222,9 @@ class LayerState:
     pos: Array  # i32[B 1|K S], original positions, -1 empty
     n: Array | None = None  # i32[B], slots in use; None where a policy fills any empty slot
     bias: Array | None = None  # f32[B K S], added to the logits
-    aux: Any = None  # of the reader
-    marks: Any = None  # of the policy
-    apart: Any = None  # prompt tokens that are held apart from the slots
+    reader_state: Any = None  # of the reader
+    policy_state: Any = None  # of the policy
+    side_store: Any = None  # prompt tokens that are held apart from the slots
 
 
 @pytree
@@ -222,7 +234,7 @@ class Cache:
     layers: tuple[Any, ...]
     length: Array  # i32[B], also the position of the next token
     capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
-    plan: tuple[Layer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
+    plan: tuple[BoundLayer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
     dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
     # A fingerprint of that model's weights; empty where nobody looked, as under a transformation of `params`.
@@ -248,13 +260,13 @@ class Cache:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 
-def slots_of(layer: Layer, lengths: tuple[int, ...], capacity: int) -> int:
+def slots_of(layer: BoundLayer, lengths: tuple[int, ...], capacity: int) -> int:
     """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per row.
 
     Room is counted in multiples of 16, so that similar prompts share one compiled program.
     """
     room = -(-(capacity - max(lengths)) // 16) * 16
-    return min(capacity, max(layer.slots(n, room) for n in set(lengths)))
+    return min(capacity, max(layer.num_slots(n, room) for n in set(lengths)))
 
 
 def last_positions(lengths: Array, n: int) -> Array:

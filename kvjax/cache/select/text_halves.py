@@ -7,22 +7,24 @@ from jax import lax
 
 from kvjax.cache.read.reader import cut
 from kvjax.core.attention import NEG, scores, visible
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 
 
-def halves(block: Block, seen: Obs) -> tuple[Array, Array]:
+def halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
     """The tokens of the earlier half of each text, bool[B 1|K S], and the queries of the later half, bool[B Q].
 
     Of a text of an odd number of tokens the earlier half has one more.
     """
-    length = (seen.pos >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    length = (observation.pos >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
     first = length - length // 2
-    return (block.pos >= 0) & (block.pos < first[..., None]), seen.pos >= first
+    return (block.pos >= 0) & (block.pos < first[..., None]), observation.pos >= first
 
 
-def greatest_logits(block: Block, seen: Obs, asking: Array, window: int | None, queries_at_once: int = 64) -> Array:
+def greatest_logits(
+    block: KVBlock, observation: Observation, asking: Array, window: int | None, queries_at_once: int = 64
+) -> Array:
     """f32[B K S]: the greatest logit that a slot gets from the asking queries bool[B Q] of its query heads.
 
     Scaled dot products, before any softmax; NEG where no asking query sees the slot.
@@ -33,6 +35,6 @@ def greatest_logits(block: Block, seen: Obs, asking: Array, window: int | None, 
         logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), NEG)
         return jnp.maximum(greatest, logits.max((2, 3))), None
 
-    size = min(queries_at_once, seen.pos.shape[1])
-    queries = cut(seen.q, 3, size), cut(jnp.where(asking, seen.pos, -1), 1, size, -1)
+    size = min(queries_at_once, observation.pos.shape[1])
+    queries = cut(observation.q, 3, size), cut(jnp.where(asking, observation.pos, -1), 1, size, -1)
     return lax.scan(add, vary(jnp.full(block.k.shape[:3], NEG)), queries)[0]

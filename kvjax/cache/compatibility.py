@@ -13,10 +13,10 @@ _WHY_NONE_LEAVES = {
 }
 
 
-def check(layer: Any) -> None:
+def check_components(layer: Any) -> None:
     """Raises IncompatibleMethod for slots of a bound method that cannot; the message names them, and what to do."""
     m = layer.method
-    for name in ("rescore", "represent", "merge", "shares"):
+    for name in ("second_stage", "representatives", "merge", "layer_budgets"):
         slot = getattr(m, name)
         if slot is not None and m.select is None:
             raise IncompatibleMethod(
@@ -27,19 +27,19 @@ def check(layer: Any) -> None:
         raise IncompatibleMethod("positions inside the cache need a policy (slot `decode`), as `streaming_llm` has")
     for name in ("k", "v", "read"):
         slot = getattr(m, name)
-        if m.decode is not None and not slot.any_slot:
+        if m.decode is not None and not slot.supports_eviction:
             raise IncompatibleMethod(
                 f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(slot).__name__}, "
                 f"cannot lose one: {_WHY_NONE_LEAVES[name]}; leave one of them out"
             )
-    if m.attend is not None and layer.needs.chunk:
+    if m.attend is not None and layer.needs.prompt_chunk:
         raise IncompatibleMethod(
             f"slot `attend`, {m.attend}, and slot `read`, {type(m.read).__name__}, both say what the prompt's own "
             "queries read; leave one of them out"
         )
-    if m.apart is not None:
-        m.apart.check(layer)
-    if m.shares is not None:
-        m.shares.check(layer)
+    if m.side_store is not None:
+        m.side_store.check(layer)
+    if m.layer_budgets is not None:
+        m.layer_budgets.check(layer)
     if m.decode is not None:
         m.decode.check(layer)

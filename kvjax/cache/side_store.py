@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.cache.contract import LayerSpec, LayerState
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
 
 
-class Apart:
-    """The `apart` slot of a method. What it holds is read as one more partial, and merged with that of the slots.
+class SideStore:
+    """The `side_store` slot of a method. What it holds is read as one more partial, and merged with that of the slots.
 
     A store that differs between layers has a method `at(spec)`, which returns that of one layer, None for none there.
     """
 
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
     host = False  # whether something of the store lives in host memory
     by_head = False  # whether heads may keep unequal numbers of tokens
-    neighbour: int = 0  # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `opened` is then called
+    # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `open_pair` is then called
+    paired_layer: int = 0
 
     @property
-    def after_prompt(self) -> Apart:
+    def after_prompt(self) -> SideStore:
         """The store as decode steps need it, without what says which tokens it takes; the base is all of it."""
         return self
 
@@ -35,27 +36,27 @@ class Apart:
         """
         return method
 
-    def body(self, kept: int) -> int:
+    def num_main_slots(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
         raise NotImplementedError
 
-    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Any]:
+    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Any]:
         """A prompt's block -> (what goes into the slots, the store of the others)."""
         raise NotImplementedError
 
-    def opened(self, layer: Any, store: Any, carry: Any) -> tuple[Any, Any]:
-        """The store of a layer of a pair as `read` takes it in this step, and the carry for the layer above."""
+    def open_pair(self, layer: Any, store: Any, cross_layer: Any) -> tuple[Any, Any]:
+        """The store of a layer of a pair as `read` takes it in this step, and the value for the layer above."""
         raise NotImplementedError
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """Queries q [B K G T H] at q_pos i32[B T] over the store `state.apart`."""
+        """Queries q [B K G T H] at q_pos i32[B T] over the store `state.side_store`."""
         raise NotImplementedError
 
     def positions(self, store: Any) -> Array:
         """i32[B 1|K S], of the tokens in the store."""
         raise NotImplementedError
 
-    def shown(self, layer: Any, store: Any) -> Block | None:
+    def visible_block(self, layer: Any, store: Any) -> KVBlock | None:
         """What queries read of these tokens, keys rotated, in the places of `positions`; None where it is not told."""
         return None
 
@@ -75,11 +76,12 @@ class Apart:
         method = layer.method
         if method.decode is not None:
             raise IncompatibleMethod(
-                f"slot `apart`, {type(self).__name__}, holds prompt tokens for good, and slot `decode`, "
+                f"slot `side_store`, {type(self).__name__}, holds prompt tokens for good, and slot `decode`, "
                 f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
             )
-        if layer.needs.chunk:
+        if layer.needs.prompt_chunk:
             raise IncompatibleMethod(
-                f"slot `apart`, {type(self).__name__}, divides a prompt that has been seen whole, and slot `read`, "
-                f"{type(method.read).__name__}, takes it in pieces of {layer.needs.chunk} tokens; leave one of them out"
+                f"slot `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and slot "
+                f"`read`, {type(method.read).__name__}, takes it in pieces of {layer.needs.prompt_chunk} tokens; leave "
+                "one of them out"
             )

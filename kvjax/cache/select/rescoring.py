@@ -6,28 +6,29 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import top
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 
 
-class Rescore:
-    """The `rescore` slot of a method: new scores, by which a selection keeps the tokens that its own have not kept yet.
+class SecondStageScorer:
+    """The `second_stage` slot of a method: new scores, by which a selection keeps the tokens that its own have not kept
+    yet.
 
     A rule is a frozen dataclass with the field `share` and the method `scores`.
     """
 
     share: float  # of the tokens that a head keeps, sinks and recents among them: so many go by the scorer's own scores
-    output = False  # whether it looks at the layer's output projection, `Obs.output`
+    needs_output = False  # whether it looks at the layer's output projection, `Observation.output_projection`
 
-    def scores(self, block: Block, own: Array, seen: Obs | None, spec: LayerSpec) -> Array:
+    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         """The new scores f32[B K S] of a block's tokens, from the scorer's own f32[B K S]; -inf at empty slots."""
         raise NotImplementedError
 
 
-class Then(NamedTuple):
+class TwoStage(NamedTuple):
     """What the second part of a selection goes by."""
 
     share: float  # of the tokens that the first part keeps
@@ -39,5 +40,5 @@ class Then(NamedTuple):
         allowed bool[B 1 U]. Of the count i32[B ...] units that a head keeps, and the `beside` that it keeps in any
         case, so many go by their own scores; those that it keeps in any case come first.
         """
-        first = jnp.clip(part_of(self.share, count + beside) - beside, 0, count)
+        first = jnp.clip(fraction_of(self.share, count + beside) - beside, 0, count)
         return jnp.where(top(own, allowed, first), jnp.inf, self.by_units)

@@ -9,26 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 SHARED_ROUNDING = 16
 """A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
 
 
-class LayerShares:
-    """The `shares` slot of a method: each layer measures its prompt, and gets tokens by its measure."""
+class LayerBudgets:
+    """The `layer_budgets` slot of a method: each layer measures its prompt, and gets tokens by its measure."""
 
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
-    by_head = False  # whether `tokens` tells them for each head, which takes a store for heads of unequal length
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    # whether `allocate_tokens` tells them for each head, which takes a store for heads of unequal length
+    by_head = False
 
-    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Any:
+    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Any:
         """What the shares are made of, from one layer's prompt: arrays [B ...], as f32[B]."""
         raise NotImplementedError
 
-    def tokens(self, layer: Any, measures: Any, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: Any, measures: Any, lengths: Array) -> Array:
         """Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
 
         Args:
@@ -42,13 +43,13 @@ class LayerShares:
         """Raises KvjaxError for other slots of the method that this one cannot work with."""
 
 
-class HeadShares:
-    """How many units each key/value head of a layer keeps: a rule that stands in `Pages`, in the slot `apart`.
+class HeadBudgets:
+    """How many units each key/value head of a layer keeps: a rule that stands in `Pages`, in the slot `side_store`.
 
-    A rule is a frozen dataclass with the method `divide`, and `at(spec)` where it differs between layers.
+    A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
     """
 
-    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> tuple[Any, HeadShares]:
+    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> tuple[Any, HeadBudgets]:
         """(the method's selection with the budget of this layer, the rule in it); the base changes neither.
 
         A rule that also divides the budget among layers, before any prompt, gives the selection another one.
@@ -59,15 +60,15 @@ class HeadShares:
         """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
         return None
 
-    def of_rows(self, lengths: Array, longest: int) -> HeadShares:
+    def of_rows(self, lengths: Array, longest: int) -> HeadBudgets:
         """The rule for prompts of i32[B] tokens, at most `longest`: one that goes by lengths looks them up here."""
         return self
 
     def others(self, spec: LayerSpec) -> int:
         """How many other heads' budgets one head may have beside its own."""
-        return spec.kv_heads - 1
+        return spec.num_kv_heads - 1
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         """Units that all heads of a layer keep, i32[B K], each row's sum K * quota.
 
         scores f32[B K U]: of every unit. allowed bool[B U]: the units that a head may keep; no head gets more than
@@ -75,15 +76,15 @@ class HeadShares:
         """
         raise NotImplementedError
 
-    def heads(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate_local(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         """The same of the heads on this device, whose scores are given."""
         here = scores.shape[1]
-        every = self.divide(over_heads.gather(scores), allowed, quota, beside)
+        every = self.allocate(over_heads.gather(scores), allowed, quota, beside)
         return lax.dynamic_slice_in_dim(every, over_heads.first(here), here, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Table(HeadShares):
+class Table(HeadBudgets):
     """Shares that are known beforehand: a weight of each key/value head, one row per layer (HeadKV, 2410.19258).
 
     The units of a layer are divided in proportion, rounded down; what is left goes to its heads in turn. The paper also
@@ -93,22 +94,22 @@ class Table(HeadShares):
     weights: tuple[tuple[float, ...], ...]
 
     def at(self, spec: LayerSpec) -> Table:
-        if len(self.weights) != spec.layers or len(self.weights[spec.index]) != spec.kv_heads:
+        if len(self.weights) != spec.num_layers or len(self.weights[spec.index]) != spec.num_kv_heads:
             sizes = f"{len(self.weights)} layers of {sorted({len(row) for row in self.weights})} heads"
             raise KvjaxError(
-                f"the table of weights has {sizes}, the model {spec.layers} layers of {spec.kv_heads} key/value heads; "
-                "give one row per layer and one weight per key/value head"
+                f"the table of weights has {sizes}, the model {spec.num_layers} layers of {spec.num_kv_heads} "
+                "key/value heads; give one row per layer and one weight per key/value head"
             )
         return Table((self.weights[spec.index],))
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         K = scores.shape[1]
         weights, total = jnp.asarray(self.weights[0], jnp.float32)[:, None], K * quota
         parts = jnp.floor(weights / weights.sum() * total[None].astype(jnp.float32)).astype(jnp.int32)
-        return levelled(parts, total, jnp.zeros_like(quota), allowed.sum(-1, dtype=jnp.int32)).T
+        return match_total(parts, total, jnp.zeros_like(quota), allowed.sum(-1, dtype=jnp.int32)).T
 
 
-def levelled(parts: Array, total: Array, least: Array, most: Array) -> Array:
+def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:
     """Parts i32[n B], all moved by the same amount until each column sums to total i32[B], as far as that can be.
 
     Each stays within least..most i32[B], and what these cut off goes to the others. Where an amount cannot be divided,

@@ -24,18 +24,18 @@ WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """The compiler's option by which that backend leaves such products to other code than YNNPACK."""
 
 
-def product(x: Array, w: Array) -> Array:
+def matmul(x: Array, w: Array) -> Array:
     """x [T in], w [in out] -> [T out] in x's dtype."""
     if _few_and_narrow(x):
         return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE and jax.default_backend() == "cpu":
         return _in_parts(x, w)
     if jax.default_backend() == "gpu":
-        return (_not_alone(x) @ w)[: len(x)]
+        return (_pad_single_row(x) @ w)[: len(x)]
     return x @ w
 
 
-def scored(x: Array, rows: Array) -> Array:
+def unembed(x: Array, rows: Array) -> Array:
     """x [T D], rows [V D] -> dot products f32[T V]."""
     dims = (((1,), (1,)), ((), ()))
     if not _few_and_narrow(x):
@@ -67,10 +67,10 @@ def _few_and_narrow(x: Array) -> bool:
 
 def _summed(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
     """A product with sums in float32."""
-    return lax.dot_general(_not_alone(x), w, dims, preferred_element_type=jnp.float32)[: len(x)]
+    return lax.dot_general(_pad_single_row(x), w, dims, preferred_element_type=jnp.float32)[: len(x)]
 
 
-def _not_alone(x: Array) -> Array:
+def _pad_single_row(x: Array) -> Array:
     """x [T D], with an empty row behind a single one.
 
     XLA's CPU code for a single row of narrow numbers is slow, and its GPU code writes every product of a weight with
