@@ -56,11 +56,11 @@ from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.planned import planned_bytes
+from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.prompts import pad, round_up
 from kvjax.methods.strings import method_of
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.planned import planned_bytes
-from kvjax.run.prompt_runner import replay_prompts
-from kvjax.run.prompts import pad, round_up
 
 SETTINGS = Path(__file__).with_suffix(".toml")
 TASKS = {"turns": "turns.essays", "alone": "shared.essays"}

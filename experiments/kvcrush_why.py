@@ -32,8 +32,8 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
+from kvjax.generation.exact import Exact, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
-from kvjax.run.exact import Exact, read_exactly
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives

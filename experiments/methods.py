@@ -19,8 +19,8 @@ from rich.progress import track
 from kvjax import demo, load
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.harness import SPEED_RUNS
+from kvjax.generation.generate import generate
 from kvjax.methods.catalogue import load_all
-from kvjax.run.generate import generate
 
 MEASURED = Path(__file__).parent / "results" / "methods.json"
 

@@ -27,15 +27,15 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.protocol import Cache
     from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.engine.sampling import SamplingParams
+    from kvjax.generation.calls import extend, logits, prefill, score
+    from kvjax.generation.chat import chat
+    from kvjax.generation.context import Context, read, resume
+    from kvjax.generation.generate import generate, stream, stream_text
+    from kvjax.generation.planned import planned_bytes
+    from kvjax.generation.result import Result
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
     from kvjax.models.model import Model, load, random_model
-    from kvjax.run.calls import extend, logits, prefill, score
-    from kvjax.run.chat import chat
-    from kvjax.run.context import Context, read, resume
-    from kvjax.run.generate import generate, stream, stream_text
-    from kvjax.run.planned import planned_bytes
-    from kvjax.run.result import Result
 
     __version__: str
 
@@ -92,12 +92,12 @@ _HOMES = {
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
-    "kvjax.run.calls": ("extend", "logits", "prefill", "score"),
-    "kvjax.run.chat": ("chat",),
-    "kvjax.run.context": ("Context", "read", "resume"),
-    "kvjax.run.generate": ("generate", "stream", "stream_text"),
-    "kvjax.run.planned": ("planned_bytes",),
-    "kvjax.run.result": ("Result",),
+    "kvjax.generation.calls": ("extend", "logits", "prefill", "score"),
+    "kvjax.generation.chat": ("chat",),
+    "kvjax.generation.context": ("Context", "read", "resume"),
+    "kvjax.generation.generate": ("generate", "stream", "stream_text"),
+    "kvjax.generation.planned": ("planned_bytes",),
+    "kvjax.generation.result": ("Result",),
     "kvjax.engine.sampling": ("SamplingParams",),
 }
 """Where each name at the top is defined: imported when it is first used, since Flax and the passes take a while."""

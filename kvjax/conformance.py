@@ -23,12 +23,12 @@ from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerSt
 from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
+from kvjax.generation.calls import extend, logits, prefill
+from kvjax.generation.generate import generate
+from kvjax.generation.planned import planned_bytes
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
-from kvjax.run.calls import extend, logits, prefill
-from kvjax.run.generate import generate
-from kvjax.run.planned import planned_bytes
 
 STEPS = 6  # tokens that are decoded one by one
 FED = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens that rows are fed at once: each row meets each number

@@ -11,9 +11,9 @@ import kvjax
 from kvjax import functional
 from kvjax.core.types import KvjaxError
 from kvjax.engine import forward
-from kvjax.run import loop as decode_loop
-from kvjax.run.compiled import jit_with
-from kvjax.run.session import LOOPS
+from kvjax.generation import loop as decode_loop
+from kvjax.generation.compiled import jit_with
+from kvjax.generation.session import LOOPS
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]

@@ -19,8 +19,8 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams
-from kvjax.run import loop
-from kvjax.run.compiled import jit_with
+from kvjax.generation import loop
+from kvjax.generation.compiled import jit_with
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]

@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
+from kvjax.generation import archive, save
 from kvjax.parts import load_methods
-from kvjax.run import archive, save
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)

@@ -64,7 +64,7 @@ import json, sys
 import kvjax
 none = {count}
 kvjax.KvjaxError
-print(json.dumps([none, "kvjax.core.types" in sys.modules, "flax" in sys.modules, "kvjax.run" in sys.modules]))
+print(json.dumps([none, "kvjax.core.types" in sys.modules, "flax" in sys.modules, "kvjax.generation" in sys.modules]))
 """
     assert asked(code) == [0, True, False, False]
 

@@ -18,8 +18,8 @@ from kvjax.cache import given
 from kvjax.cache.given import FOLDER
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.engine.plan import specs
+from kvjax.generation.calibrate import arrays
 from kvjax.methods.catalogue import load_all
-from kvjax.run.calibrate import arrays
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 from tests.contract import layer

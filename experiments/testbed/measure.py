@@ -18,8 +18,8 @@ import kvjax
 from experiments.testbed import ngram
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
+from kvjax.generation.calls import log_probs
 from kvjax.models.model import Model
-from kvjax.run.calls import log_probs
 from kvjax.testbed import corpus, tasks
 
 LENGTHS = (512, 1024, 2048, 4096)

@@ -101,7 +101,7 @@ class Compiled:
     """The compiled functions that a pass calls.
 
     These serve everybody. Compiler options and donation are allowed in the outermost `jit` alone, so that only a caller
-    who is never traced has others (`kvjax.run.compiled`).
+    who is never traced has others (`kvjax.generation.compiled`).
     """
 
     run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer

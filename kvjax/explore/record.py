@@ -19,10 +19,10 @@ from kvjax.core.types import Array, KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_cache, own_states
+from kvjax.generation.context import read
+from kvjax.generation.prompts import round_up
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
-from kvjax.run.context import read
-from kvjax.run.prompts import round_up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
+from kvjax.generation.context import Context
+from kvjax.generation.prompts import place
 from kvjax.models.model import Model
-from kvjax.run.context import Context
-from kvjax.run.prompts import place
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

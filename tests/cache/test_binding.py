@@ -17,8 +17,8 @@ from kvjax.cache.hold.codecs import Plain
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import Pyramid, Uniform
 from kvjax.engine.plan import bind, specs
+from kvjax.generation import by_layer
 from kvjax.parts import Method, Policy, Scorer, make_selection, token_scores
-from kvjax.run import by_layer
 from kvjax.testing import toy_model
 from tests.contract.table import TRIALS
 

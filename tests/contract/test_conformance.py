@@ -23,8 +23,8 @@ from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
+from kvjax.generation.filled import checked
 from kvjax.methods.strings import method_of
-from kvjax.run.filled import checked
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]

@@ -11,8 +11,8 @@ from kvjax.core import compile_cache, matmul
 from kvjax.core.matmul import WITHOUT_PACKING
 from kvjax.core.types import KvjaxError
 from kvjax.engine import forward
-from kvjax.run import compiled, timing
-from kvjax.run.compiled import jit_with
+from kvjax.generation import compiled, timing
+from kvjax.generation.compiled import jit_with
 from kvjax.testing import toy_model
 
 
@@ -78,7 +78,7 @@ def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alon
         found = compiled_for(model, num_tokens, **more)
         return forward.Compiled(lowered, found.unembed) if found.run_layer is jitted else found
 
-    monkeypatch.setattr("kvjax.run.session.compiled_for", watched)
+    monkeypatch.setattr("kvjax.generation.session.compiled_for", watched)
     together = kvjax.generate(model, prompts, "full", max_new_tokens=4)
     assert len(texts) == 3 and "f32[4,768]" in texts[0]
     assert all("dot(" in text and "ynn" not in text for text in texts)

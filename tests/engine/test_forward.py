@@ -14,8 +14,8 @@ from kvjax import functional
 from kvjax.engine import decode, forward, prefill
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.run import compiled
-from kvjax.run.compiled import compiled_for
+from kvjax.generation import compiled
+from kvjax.generation.compiled import compiled_for
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]

@@ -14,8 +14,8 @@ from kvjax.cache.given import Given
 from kvjax.cache.select.budgets import Ratio, Uniform
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.engine.plan import bind, specs
+from kvjax.generation import calibrate
 from kvjax.methods.head_shares import CalibratedShares, Division
-from kvjax.run import calibrate
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import head_shares as oracle

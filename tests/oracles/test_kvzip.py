@@ -14,9 +14,9 @@ from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.prefill import _copy_chunk
+from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.prompts import pad
 from kvjax.methods.kvzip import Repeated
-from kvjax.run.prompt_runner import replay_prompts
-from kvjax.run.prompts import pad
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kvzip as oracle

@@ -21,8 +21,8 @@ from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
 from kvjax.engine.modes import LayerCall
+from kvjax.generation.exact import Exact, read_exactly
 from kvjax.models.config import Config
-from kvjax.run.exact import Exact, read_exactly
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle

@@ -18,8 +18,8 @@ from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.plan import specs
+from kvjax.generation.calibrate import calibrate
 from kvjax.methods.razor_attention import Compensation, Razor
-from kvjax.run.calibrate import calibrate
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction

@@ -18,10 +18,10 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
+from kvjax.generation.planned import planned_bytes
 from kvjax.methods.identity import identity
 from kvjax.methods.strings import Methods, is_made_by_kvjax, named
 from kvjax.models.model import Model
-from kvjax.run.planned import planned_bytes
 
 SPEED = "speed"
 GROUP = 16  # methods that share what the model makes of a batch

@@ -13,14 +13,14 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
+from kvjax.generation import stops
+from kvjax.generation.context import Context
+from kvjax.generation.generate import generate
+from kvjax.generation.planned import planned_bytes
+from kvjax.generation.prompts import round_up
+from kvjax.generation.result import Result
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.run import stops
-from kvjax.run.context import Context
-from kvjax.run.generate import generate
-from kvjax.run.planned import planned_bytes
-from kvjax.run.prompts import round_up
-from kvjax.run.result import Result
 
 Rows = Sequence[np.ndarray]
 

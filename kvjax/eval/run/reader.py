@@ -10,10 +10,10 @@ import numpy as np
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
+from kvjax.generation.context import Context, read
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.prompts import round_up
 from kvjax.models.model import Model
-from kvjax.run.context import Context, read
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.prompts import round_up
 
 SHARE = 1 / 8
 """Of the memory that is installed, what exact keys, values and queries may take."""
