@@ -1,7 +1,7 @@
 """What can be done with a state as a whole: what a layer may offer beside the contract, and what `kvjax.Method` does.
 
-None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.generation.states` say so. Rows need no
-member at all, since every array of a state has B first.
+None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.generation.states` say so. Rows
+need no member at all, since every array of a state has B first.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class StateOperations:
             if slot.sequential_writes:
                 raise IncompatibleMethod(
                     f"slot `{name}`, {type(slot).__name__}, takes tokens one by one, as they are read, and cannot be "
-                    "edited; edit the text under `full`, which any method can then be made of (`kvjax.generation.exact`)"
+                    "edited; edit the text under `full`, which any method can then be made of "
+                    "(`kvjax.generation.exact`)"
                 )
         # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
         there = memory.each(memory.to_device, state)
