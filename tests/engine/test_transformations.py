@@ -295,9 +295,9 @@ from kvjax.testing import toy_model
 jax.config.update("jax_num_cpu_devices", 4)
 for method, layers, program, numbers in zip(*[iter(sys.argv[1:])] * 4):
     model = toy_model(layers=int(layers), width=8, head_dim=32, mlp_width=16)
-    step = jax.export.deserialize(open(program, "rb").read())
     given = np.load(numbers)
     plan = functional.bind(method, model.config)
+    step = jax.export.deserialize(open(program, "rb").read())
     cache = jax.jit(lambda params, tokens, lengths: functional.prefill(
         params, tokens, lengths, plan, model.config, 32)[1])(model.params, given["tokens"], given["lengths"])
     logits, cache = step.call(model.params, given["fed"], cache)
