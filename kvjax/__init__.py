@@ -2,7 +2,7 @@
 
 What most programs use is here. The rest is in modules that are imported when they are used: `kvjax.methods` (every
 published method), `kvjax.eval`, `kvjax.parts` (what a method of one's own is written with), `kvjax.testing`,
-`kvjax.functional` (pure functions for jit, grad, vmap and scan),
+`kvjax.functional` (pure functions for jit, grad, vmap and scan), `kvjax.errors`,
 `kvjax.cache_ops`, `kvjax.speculative`, `kvjax.reuse` and `kvjax.cachegen`.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gives the same
     from kvjax import cache_ops as cache_ops
     from kvjax import cachegen as cachegen
+    from kvjax import errors as errors
     from kvjax import eval as eval
     from kvjax import functional as functional
     from kvjax import methods as methods
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
     from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
-    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning, OtherWeights, TracedCall
+    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.engine.sampling import SamplingParams
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
@@ -48,14 +49,11 @@ __all__ = [
     "KvjaxWarning",
     "Method",
     "Model",
-    "OtherWeights",
     "Result",
     "SamplingParams",
-    "TracedCall",
     "chat",
     "compose",
     "extend",
-    "functional",
     "generate",
     "kept_positions",
     "load",
@@ -74,12 +72,23 @@ __all__ = [
     "stream_text",
 ]
 
-_MODULES = ("cache_ops", "cachegen", "eval", "functional", "methods", "parts", "reuse", "speculative", "testing")
+_MODULES = (
+    "cache_ops",
+    "cachegen",
+    "errors",
+    "eval",
+    "functional",
+    "methods",
+    "parts",
+    "reuse",
+    "speculative",
+    "testing",
+)
 _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.contract": ("Cache",),
     "kvjax.cache.method": ("Method",),
-    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning", "OtherWeights", "TracedCall"),
+    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),

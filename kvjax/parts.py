@@ -16,9 +16,10 @@ from kvjax.cache.select.rescore import Rescore
 from kvjax.cache.select.scorers import Scorer, Scores, by_heads, by_tokens
 from kvjax.cache.select.select import Select, selecting
 from kvjax.cache.select.shares import HeadShares, LayerShares
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import over_heads
 from kvjax.core.observe import Obs, mass
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
+from kvjax.core.types import Array, Block, GradientThroughBits, IncompatibleMethod, KvjaxError, Partial
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.loading import load_methods
 from kvjax.methods.trial import Bytes, Sizes, Trial, constant, everything, selected
@@ -30,6 +31,7 @@ __all__ = [
     "Bytes",
     "Codec",
     "Full",
+    "GradientThroughBits",
     "HeadShares",
     "Host",
     "IncompatibleMethod",
@@ -66,6 +68,7 @@ __all__ = [
     "mass",
     "over_heads",
     "recipe",
+    "refuse_gradient",
     "selected",
     "selecting",
 ]

@@ -16,7 +16,7 @@ import kvjax
 from kvjax.methods.catalogue import RECIPES, is_ours, load_all
 
 ROOT = Path(__file__).parents[1]
-NAMED = ("cache_ops", "cachegen", "eval", "methods", "parts", "reuse", "speculative", "testing")
+NAMED = ("cache_ops", "cachegen", "errors", "eval", "functional", "methods", "parts", "reuse", "speculative", "testing")
 """The public modules below the top."""
 
 

@@ -142,6 +142,17 @@ class TracedCall(KvjaxError):
     """A convenient call within a JAX transformation; `kvjax.functional` has the function to use there."""
 
 
+class GradientThroughBits(KvjaxError):
+    """A gradient that would pass through integers, which carry none; `holder` says what these are."""
+
+    def __init__(self, holder: str):
+        super().__init__(
+            f"a gradient would pass through {holder}: integers, which carry none, so that it would be wrong; bind the "
+            "method with differentiable=True in kvjax.functional.bind, or put jax.lax.stop_gradient around what is no "
+            "variable"
+        )
+
+
 class SlotTaken(IncompatibleMethod):
     """Two methods that fill the same slot differently."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvjax.cache.contract import KVMethod, Layer, LayerSpec
 from kvjax.core import memory
 from kvjax.engine.forward import Plan
+from kvjax.engine.straight_through import make_differentiable
 from kvjax.methods.strings import method_of
 from kvjax.models.config import Config
 
@@ -26,8 +27,13 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
 
 
 def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
-    """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model."""
+    """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model.
+
+    differentiable: gradients pass through what the cache stores, see `make_differentiable`.
+    """
     method = method_of(method)
+    if differentiable:
+        method = make_differentiable(method)
     if method.traits.host:
         memory.require_host_memory()
     known: dict[Layer, Layer] = {}

@@ -95,7 +95,9 @@ class FarAway(Retrieve):
 
     def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
         seen = asked(seen, "A2ATS", "all queries")
-        return self.index.fit(_bare(block, spec), seen._replace(q=self._far(seen.q, seen.pos, spec), sums=None))
+        return self.index.fit(
+            _bare(block, spec), seen._replace(q=self._far(lax.stop_gradient(seen.q), seen.pos, spec), sums=None)
+        )
 
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
         return self.index.write(aux, _bare(fresh, spec), at)
@@ -120,8 +122,8 @@ def _moment(seen: Obs) -> Array:
 
 
 def _bare(block: Block, spec: LayerSpec) -> Block:
-    """The block with keys without RoPE, in their dtype."""
-    return dataclasses.replace(block, k=spec.rope.bare(block.k, block.pos).astype(block.k.dtype))
+    """The block with keys without RoPE, in their dtype; constant, since codewords only say which tokens are read."""
+    return dataclasses.replace(block, k=lax.stop_gradient(spec.rope.bare(block.k, block.pos).astype(block.k.dtype)))
 
 
 def _f32(x: Array) -> Array:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -106,7 +107,9 @@ class Calibrated(Retrieve):
 
     def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Labels:
         order = self.table.of(spec, order=(spec.kv_heads, spec.head_dim))["order"]
-        return self.index.in_order(over_heads.own(jnp.asarray(order), block.k.shape[1]), block)
+        return self.index.in_order(
+            over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
+        )
 
 
 def _take(k: Array, channels: Array) -> Array:

@@ -160,9 +160,10 @@ class Blocks(Reader):
         """[B K G blocks H]: the mean key of each block that a prompt forms at once."""
         B, K, _, H = block.k.shape
         size = self.block
+        rows = lax.stop_gradient(block.k)  # they only say which blocks are read
 
         def add(i: Array, keys: Array) -> Array:
-            k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (block.k, block.pos))
+            k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (rows, block.pos))
             mean = jnp.where((i < formed)[:, None, None], spec.rope.bare(k, pos).mean(2), 0.0)
             return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
 
@@ -188,7 +189,7 @@ class Blocks(Reader):
             return formed + due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
 
         with jax.named_scope("form"):
-            formed, keys = lax.while_loop(more, one, vary((aux.formed, aux.keys)))
+            formed, keys = lax.while_loop(more, one, vary((aux.formed, lax.stop_gradient(aux.keys))))
         return dataclasses.replace(aux, formed=formed, keys=keys)
 
     def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:
@@ -199,7 +200,7 @@ class Blocks(Reader):
         bare = layer.spec.rope.bare(memory.rows(state.aux.k, place), _of(state.pos, slot))
         mass = jnp.take_along_axis(state.aux.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
-        return jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3)
+        return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
 
     def _near(self, state: LayerState, aux: Recent) -> Tokens:
         """Sinks and ring, as they came."""

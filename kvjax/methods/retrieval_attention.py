@@ -71,7 +71,9 @@ class HostSearch(Reader):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             with jax.named_scope("search"):
-                s = jnp.where(searched & visible(state.pos, q_pos, window), _logits(layer, state, q), -jnp.inf)
+                s = jnp.where(
+                    searched & visible(state.pos, q_pos, window), _logits(layer, state, lax.stop_gradient(q)), -jnp.inf
+                )
                 best, found = lax.top_k(s, min(self.topk, S))
             others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, found, -1))
             return combine(attend_dense(q, static, q_pos, window), others)

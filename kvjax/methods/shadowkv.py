@@ -99,6 +99,7 @@ class Shadow(Apart):
     def _landmarks(self, keys: Array) -> tuple[Array, Array]:
         """Keys [B K C*chunk H] -> (the mean of each chunk f32[B K C H], the least cosine to it f32[B K C])."""
         B, K, S, H = keys.shape
+        keys = lax.stop_gradient(keys)  # landmarks, and likeness to them, only say what is read, and from where
         keys = keys.astype(jnp.float32).reshape(B, K, -1, self.chunk, H)
         mean = keys.mean(3, keepdims=True)
         lengths = jnp.sqrt(jnp.square(keys).sum(-1) * jnp.square(mean).sum(-1))

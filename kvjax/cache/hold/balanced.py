@@ -38,6 +38,10 @@ class Balanced(KeysByPrompt):
         return self.inner.stepwise
 
     @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
+
+    @property
     def any_slot(self) -> bool:
         return self.inner.any_slot
 

@@ -11,6 +11,7 @@ from jax import lax
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
@@ -65,6 +66,10 @@ class ChunkCodec(Codec):
         """Tokens x [B K T H], all of them real, as codes."""
         raise NotImplementedError
 
+    def coded(self, x: Array) -> Coded:
+        """`quantise`, through which no gradient passes."""
+        return self.quantise(refuse_gradient(x, f"codes of {type(self).__name__}"))
+
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Codes uint32[B K n H], each with its own part [B K n A] and its shared one [B K 1|n C] -> [B K n H]."""
         raise NotImplementedError
@@ -77,7 +82,7 @@ class ChunkCodec(Codec):
         real = jnp.broadcast_to(pos >= 0, (B, K, S))[..., None]
         x = jnp.where(real, x, jnp.zeros((), x.dtype))
         # Empty slots repeat the first token: that changes no minimum and no maximum.
-        coded = self.quantise(jnp.where(real, x, x[:, :, :1]))
+        coded = self.coded(jnp.where(real, x, x[:, :, :1]))
         own = None if coded.own is None else memory.pack(jnp.where(real, coded.own, jnp.zeros((), x.dtype)))
         more = [(0, 0), (0, 0), (0, self.chunks(S)), (0, 0)]
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -96,7 +101,7 @@ class ChunkCodec(Codec):
         if self.chunks(stored.slots):
 
             def settled(stored: Chunks) -> Chunks:
-                return self.settle(stored, self.quantise(self.full(stored)), due)
+                return self.settle(stored, self.coded(self.full(stored)), due)
 
             stored = lax.cond(due.any(), settled, lambda s: s, stored)
         return self.keep(stored, x, at)

@@ -22,6 +22,7 @@ class Codec:
     stepwise = False  # whether fresh tokens must be written one by one
     any_slot = True  # whether a token can be written to any slot, or leave it; otherwise only behind the last one
     bare = False  # whether it is given keys without their rotation, and gives them back so
+    is_smooth = False  # whether what it gives back is a smooth function of what came, which gradients may pass as it is
     by_head = False  # whether it holds each head in a way of its own, so that rows of another cannot take its place
     queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `begin` wants to see
 
@@ -102,6 +103,8 @@ class ByPage:
 class Plain(Codec):
     """Rows as they are, in the model's dtype, on the device."""
 
+    is_smooth = True
+
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
         return memory.pack(x)
 
@@ -135,6 +138,10 @@ class Around(Codec):
     @property
     def bare(self) -> bool:
         return self.inner.bare
+
+    @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
 
     @property
     def by_head(self) -> bool:

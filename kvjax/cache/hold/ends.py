@@ -25,6 +25,10 @@ class Ends(Codec):
         if self.layers < 0:
             raise KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
 
+    @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
+
     def at(self, spec: LayerSpec) -> Codec:
         exact = min(self.layers, spec.layers // 2)
         return bind_component(self.inner, spec) if exact <= spec.index < spec.layers - exact else Plain()

@@ -15,6 +15,7 @@ from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import ByPage, Codec
 from kvjax.core import attention, memory
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products
 from kvjax.core.kernels.packed import Codes
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError, pytree
@@ -270,6 +271,7 @@ class Kivi(Codec):
     def quantise(self, x: Array) -> tuple[Array, Array, Array]:
         """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
         B, K, T, H = x.shape
+        x = refuse_gradient(x, f"codes of {type(self).__name__}")
         if self.axis == "token":
             codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,6 +42,7 @@ class LowRank(Codec):
     spec: LayerSpec | None = None  # of the layer, from `at`
 
     by_head = True
+    is_smooth = True
 
     @property
     def any_slot(self) -> bool:
@@ -197,11 +199,31 @@ class Fitted(LowRank):
         return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
 
 
+@jax.custom_jvp
 def _eigenvectors(x: Array) -> Array:
     """Of symmetric matrices x f32[B U C C], as columns, by rising eigenvalue."""
+    return _eigen(x)[1]
+
+
+@_eigenvectors.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """dV = V F, with F_ij = v_i dx v_j / (l_j - l_i), and 0 where both eigenvalues are equal but for rounding.
+
+    A prompt of fewer tokens than channels has many that are zero. Directions among equal ones are arbitrary, and rows
+    that are projected on all of them, or on none, do not depend on that; the quotient would be rounding alone.
+    """
+    values, vectors = _eigen(primals[0])
+    gap = values[..., None, :] - values[..., :, None]
+    noise = 1e-5 * jnp.abs(values).max(-1)[..., None, None]
+    turned = jnp.where(jnp.abs(gap) > noise, _product(vectors.swapaxes(2, 3), _product(tangents[0], vectors)), 0.0)
+    return vectors, _product(vectors, turned / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
+
+
+def _eigen(x: Array) -> tuple[Array, Array]:
+    """Eigenvalues f32[B U C], rising, and eigenvectors as columns [B U C C]."""
     # One at a time: on a CPU a batch is divided among threads, and devices that wait for each other may hold them all.
-    each = lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1], x.reshape(-1, *x.shape[2:]))
-    return each.reshape(x.shape)
+    values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[2:]))
+    return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
 
 
 def _product(x: Array, y: Array) -> Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -186,7 +187,9 @@ class Pages(Apart):
         """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
         R = store.pos.shape[2]
         total = bytes_beyond(store, R, [count * self.page for count in pages])
-        codes = [x for x in (store.k, store.v) if isinstance(x, ByPage) and self.page > 1]
+        # A codec around another one holds its pages within what it stores.
+        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, ByPage))
+        codes = [x for x in held if isinstance(x, ByPage) and self.page > 1]
         of_pages = bytes_beyond(codes, R // self.page, pages)
         return {kind: size + of_pages[kind] for kind, size in total.items()}
 

@@ -82,7 +82,7 @@ class Residual(Codec):
         """The full chunks of rows that are due bool[B] as codes, with what they miss."""
         x, at, slots = self.backbone.full(stored.coded), stored.coded.settled[:, None], stored.coded.slots
         out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        coded = self.backbone.quantise(others)
+        coded = self.backbone.coded(others)
         error = _error(x, self.backbone.restore(*coded), ~out)
         coordinates, directions = self._factors(error, self.later, x.dtype)
         chunk = self.backbone.chunk_of(stored.coded, at)

@@ -14,6 +14,7 @@ from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
@@ -158,7 +159,7 @@ class Rows(Codec):
 
     def _coded(self, x: Array) -> Any:
         """x [B K T H] -> the quantiser's arrays [B K T w]."""
-        return self.quantiser.encode(self._turned(x))
+        return self.quantiser.encode(self._turned(refuse_gradient(x, f"codes of {type(self.quantiser).__name__}")))
 
     def _plain(self, coded: Any, dtype: str) -> Array:
         """The quantiser's arrays -> the rows, as they came."""

@@ -59,7 +59,7 @@ class Sparse(Codec):
         out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
         chunk = self.codes.chunk_of(stored.codes, at)
         return Both(
-            self.codes.settle(stored.codes, self.codes.quantise(others), due),
+            self.codes.settle(stored.codes, self.codes.coded(others), due),
             self.outliers.add(stored.outliers, x, out, at, chunk, self._slots(stored), due),
         )
 

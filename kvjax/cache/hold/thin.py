@@ -35,6 +35,8 @@ class Thin(KeysByPrompt):
     share: float = 0.4
     queries: int = 32
 
+    is_smooth = True
+
     def __post_init__(self):
         if not 0 <= self.share < 1:
             raise KvjaxError(f"the share of channels that are dropped must lie in [0, 1), got {self.share}; use 0.4")

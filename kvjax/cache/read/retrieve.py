@@ -122,10 +122,11 @@ class Retrieve(Reader):
         return self.index.queries
 
     def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
-        return self.index.fit(block, seen)
+        # A summary only says which rows are read, and a choice has no gradient.
+        return self.index.fit(jax.tree.map(lax.stop_gradient, block), seen)
 
     def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
-        return self.index.write(aux, fresh, at)
+        return self.index.write(aux, jax.tree.map(lax.stop_gradient, fresh), at)
 
     def crop(self, layer: Any, state: LayerState) -> Any:
         """The summaries of the tokens that are left, from their keys, where these are held exactly."""
