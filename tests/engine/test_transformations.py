@@ -241,16 +241,11 @@ def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
         extend = jax.checkpoint(functional.extend)
         return extend(params, fed, replace(floats))[0].var()
 
+    # Through the prefill too, and against finite differences: see `test_gradients`.
     gradients = jax.jit(jax.grad(loss, (0, 1)))(case.params, floats)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients[0]["layer_0"]))
     assert any(np.abs(x).max() > 0 for x in gradients[1])
-
-    def whole(params: Any) -> Array:
-        logits, cache = case.prefill(params, inputs().tokens, inputs().lengths)
-        return logits.var() + extend_one_by_one(params, fed, cache)[1].var()
-
-    jax.eval_shape(jax.grad(whole), case.params)  # its numbers: see the tests of gradients
 
 
 @pytest.mark.parametrize("name", KINDS)
