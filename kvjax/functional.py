@@ -13,8 +13,8 @@ stand on these functions. Called eagerly, a pass compiles one program for each d
 program, in which layers that are alike are compiled once on a CPU.
 
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
-`static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it
-imports this module first, and loads the file of a method of one's own.
+`static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
+`bind` before `jax.export.deserialize`, since JAX finds the classes of a method's state only once they are imported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ from kvjax.engine import prefill as _prefill
 from kvjax.engine.forward import Plan, Target
 from kvjax.engine.positions import token_positions
 from kvjax.engine.sampling import SamplingParams
-from kvjax.methods.catalogue import load_ours
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 
 __all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
-
-load_ours()  # JAX knows the states of all methods by their classes, when it reads an exported program
 
 
 def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
