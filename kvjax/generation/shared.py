@@ -85,9 +85,9 @@ class PrefillAfterPrefix(ForwardMode):
         block, observation = observed_block(layer, prompt, self.lengths)
 
         def begin(
-            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, seen: Observation | None
+            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
         ) -> Any:
-            return layer.begin(prefix, prefix_lengths, members, q, block, seen, call.num_slots)
+            return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
 
         run = per_device(begin, *inputs.q.shape[:2], mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
