@@ -14,9 +14,9 @@ from checkpoints_convert.convert import Progress, size
 from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.core.types import KvjaxError
+from kvjax.generation.calls import logits
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model
-from kvjax.run.calls import logits
 
 TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit, in float32."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from checkpoints_convert.convert import convert
 from checkpoints_convert.progress import progress_bar
+from kvjax.core.compile_cache import cache_directory
 from kvjax.core.lock import Busy, locked
 from kvjax.core.packages import InPackage
-from kvjax.core.compile_cache import cache_directory
 from kvjax.core.types import KvjaxError
 from kvjax.models import checkpoint
 

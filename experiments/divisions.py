@@ -38,27 +38,29 @@ import kvjax
 from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
-from kvjax.cache.contract import LayerSpec, unnumbered
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.ranking import Counted
 from kvjax.cache.select.scorers import Scorer, Scores
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
+from kvjax.engine.forward import Target
+from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
+from kvjax.engine.plan import bind
+from kvjax.engine.positions import token_positions
+from kvjax.engine.prefill import replay
 from kvjax.eval.run import harness
 from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.planned import planned_bytes
+from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.prompts import pad, round_up
 from kvjax.methods.strings import method_of
-from kvjax.run import probe, reading
-from kvjax.run.timing import Timer
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.forward import positions
-from kvjax.engine.plan import bind
-from kvjax.run.planned import planned_bytes
-from kvjax.run.prompts import round_up
 
 SETTINGS = Path(__file__).with_suffix(".toml")
 TASKS = {"turns": "turns.essays", "alone": "shared.essays"}
@@ -208,13 +210,13 @@ class Known(Scorer):
     def __init__(self, known: Scores):
         self.known = known
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return self.known
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _score(prompt: reading.Prompt, lengths: Array, layer: MethodLayer) -> Scores:
-    block, seen = reading.seen_by(layer, prompt, lengths)
+def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
+    block, seen = observed_block(layer, prompt, lengths)
     return layer.method.select.scorer.scores(block, seen, layer.spec)
 
 
@@ -223,10 +225,14 @@ def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Score
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
         needs = plan[i].needs
-        shown = reading.shown(plan[i], prompt.q, 0, exact.lengths) if needs.queries != 0 else prompt.q[:, :, :, :0]
-        seen = reading.Prompt(prompt.k, prompt.v, shown)
-        if needs.probe is not None:
-            seen = seen._replace(probed=repeated[i])
+        shown = (
+            select_queries(plan[i], prompt.q, 0, exact.lengths)
+            if needs.observed_queries != 0
+            else prompt.q[:, :, :, :0]
+        )
+        seen = LayerPrompt(prompt.k, prompt.v, shown)
+        if needs.replay is not None:
+            seen = seen._replace(replay_scores=repeated[i])
         # Layers of these models are alike, and no scorer here depends on its layer's number.
         found.append(_score(seen, exact.lengths, plan[0]))
     return found
@@ -234,28 +240,30 @@ def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Score
 
 def repeat(exact: Exact, method: str) -> list[Array]:
     """What the second pass over the prompts says of their tokens, in every layer: f32[B K S]."""
-    copies = [reading.Prompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
+    copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
-    return [p.probed for p in probe.probed(exact.model, exact.ids, copies, exact.lengths, plan, Timer())]
+    model, tokens = exact.model, jnp.asarray(pad(exact.ids, copies[0].k.shape[2])[0])
+    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config), replay_prompts(model, plan)
+    return [prompt.replay_scores for prompt in replay(*arguments)]
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _candidates(block: Block, scores: Scores, layer: MethodLayer) -> Any:
+def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
     select = dataclasses.replace(layer.method.select, scorer=Known(scores))
     found = select.candidates(block, None, layer.spec)
-    return layer.method.shares.rescale(found)
+    return layer.method.layer_budgets.rescale(found)
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _kept(block: Block, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
+def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=Known(scores))
-    slots = select.most_of(width, spec)
-    share = None if method.apart is None else method.apart.share.at(spec)
+    slots = select.most_of(width)
+    share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
         share = Counted(tokens, select.unit.size)
-    keep = select.counts(block, None, slots, spec)
-    found = select.choose(block, None, keep, slots, spec, method.represent, share, method.rescore).slots
+    keep = select.counts(block, None, slots)
+    found = select.choose(block, None, keep, slots, spec, method.representatives, share, method.second_stage).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))
@@ -264,13 +272,13 @@ def _kept(block: Block, scores: Scores, tokens: Array | None, layer: MethodLayer
 
 def kept(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
     """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
-    plan = cast(Any, [unnumbered(layer) for layer in bind(method, exact.model.config)])  # alike layers share programs
-    pos = positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
-    blocks = [Block(p.k, p.v, pos) for p in exact.prompts]
+    plan = cast(Any, bind(method, exact.model.config))
+    pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
+    blocks = [KVBlock(p.k, p.v, pos) for p in exact.prompts]
     tokens: Any = [None] * len(plan)
-    if plan[0].needs.all_layers:
+    if plan[0].needs.global_budget:
         measures = [_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
-        tokens = plan[0].shares(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
+        tokens = plan[0].divide_budget(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
     return [_kept(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
 
 
@@ -317,13 +325,13 @@ def later(model: Model, batch: Batch) -> Later:
 
 
 @jax.jit
-def _attended(prompt: reading.Prompt, lengths: Array, before: Array, asking: Array, there: Array) -> Array:
+def _attended(prompt: LayerPrompt, lengths: Array, before: Array, asking: Array, there: Array) -> Array:
     """What queries get from the tokens of the prompt that are there and from all that follow it."""
     pos = jnp.arange(prompt.k.shape[2], dtype=jnp.int32)[None]
     real, follows = pos < lengths[:, None], pos >= before[:, None]
     seen = jnp.where(real[:, None] & (there | follows[:, None]), pos[:, None], -1)
     q = jnp.take_along_axis(prompt.q, jnp.maximum(asking, 0)[:, None, None, :, None], 3)
-    return merge([attend_dense(q, Block(prompt.k, prompt.v, seen), asking)])
+    return merge([attend_dense(q, KVBlock(prompt.k, prompt.v, seen), asking)])
 
 
 @jax.jit
@@ -375,7 +383,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         if setting.hidden:
             scorer = cast(Method, method_of(setting.method)).select.scorer
             if scorer not in scores:
-                if repeated is None and scorer.probe is not None:
+                if repeated is None and scorer.replay is not None:
                     repeated = repeat(exact, setting.method)
                 scores[scorer] = score(exact, setting.method, repeated)
             if setting.codec not in every:

@@ -38,8 +38,8 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.generation.planned import planned_bytes
 from kvjax.models.config import Config
-from kvjax.run.planned import planned_bytes
 
 FAMILIES = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "equal_bytes.json"

@@ -23,17 +23,17 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.contract import Layer
-from kvjax.cache.select.represent import Units
+from kvjax.cache.protocol import BoundLayer
+from kvjax.cache.select.representatives import Units
 from kvjax.cache.select.units import by_unit, evictable, split, top
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block
-from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.methods.kvcrush import KVCrush, votes
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.engine.plan import bind
+from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
+from kvjax.engine.plan import bind
+from kvjax.eval.run.equal_bytes import shares_of
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.methods.kvcrush import KVCrush, votes
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives
@@ -49,25 +49,26 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: Layer, prompt: Prompt, exact: Exact, length: int) -> Layered:
+def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
-    cut = Prompt(prompt.k[:, :, :length], prompt.v[:, :, :length], shown(layer, prompt.q[:, :, :, :length], 0, lengths))
-    block, seen = seen_by(layer, cut, lengths)
+    queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
+    cut = LayerPrompt(prompt.k[:, :, :length], prompt.v[:, :, :length], queries)
+    block, seen = observed_block(layer, cut, lengths)
     select = layer.method.select
     found = select.scorer.scores(block, seen, layer.spec)
-    units = _units(found.heads, block, length)
-    return Layered(found.heads, votes(units), _future(prompt, length, int(exact.lengths[0])))
+    units = _units(found.per_query_head, block, length)
+    return Layered(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
 
 
-def _units(heads: Array, block: Block, length: int) -> Units:
+def _units(heads: Array, block: KVBlock, length: int) -> Units:
     part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW, 1)
     by_one = by_unit(heads, 0, 1)
     valid = evictable(part, by_one.shape[3])
     return Units(by_one, by_unit(block.k, 0, 1, 2), valid, valid)
 
 
-def _future(prompt: Prompt, length: int, end: int) -> Array:
+def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     """f32[B K T]: the mean attention of the queries length..end-1 to the tokens before them but the first."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))

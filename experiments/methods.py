@@ -18,10 +18,9 @@ from rich.progress import track
 
 from kvjax import demo, load
 from kvjax.cli import use_compilation_cache
-from kvjax.eval.exam import exam
 from kvjax.eval.run.harness import SPEED_RUNS
+from kvjax.generation.generate import generate
 from kvjax.methods.catalogue import load_all
-from kvjax.run.generate import generate
 
 MEASURED = Path(__file__).parent / "results" / "methods.json"
 
@@ -35,7 +34,7 @@ def measure(again: bool = False) -> None:
     """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
     found = {} if again else measured()
     missing = [r.example for r in load_all().values() if r.example not in found]
-    asked = exam(load("testbed"), demo.SEED)
+    asked = demo.exam(load("testbed"), full=True)
     for row in demo.measure(asked, tuple(dict.fromkeys(["full", *missing]))):
         kept = dataclasses.asdict(row)
         del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
@@ -45,11 +44,12 @@ def measure(again: bool = False) -> None:
 
 def measure_speed() -> None:
     """Adds to each method how many times as fast as `full` it decodes, both in turns."""
-    found, asked = measured(), exam(load("testbed"), demo.SEED)
+    found, asked = measured(), demo.exam(load("testbed"), full=True)
 
     def rate(method: str) -> float:
+        contexts = [case.context for case in asked.questions]
         how = {"max_new_tokens": 64, "eos_ids": (), "loop": "while"}
-        return generate(asked.model, asked.contexts, method, **how).tokens_per_second
+        return generate(asked.model, contexts, method, **how).tokens_per_second
 
     for method, row in track(found.items(), "methods", transient=True):
         row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))

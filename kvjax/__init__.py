@@ -2,6 +2,7 @@
 
 What most programs use is here. The rest is in modules that are imported when they are used: `kvjax.methods` (every
 published method), `kvjax.eval`, `kvjax.parts` (what a method of one's own is written with), `kvjax.testing`,
+`kvjax.functional` (pure functions for jit, grad, vmap and scan), `kvjax.errors`,
 `kvjax.cache_ops`, `kvjax.speculative`, `kvjax.reuse` and `kvjax.cachegen`.
 """
 
@@ -13,26 +14,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gives the same
     from kvjax import cache_ops as cache_ops
     from kvjax import cachegen as cachegen
+    from kvjax import errors as errors
     from kvjax import eval as eval
+    from kvjax import functional as functional
     from kvjax import methods as methods
     from kvjax import parts as parts
     from kvjax import reuse as reuse
     from kvjax import speculative as speculative
     from kvjax import testing as testing
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
-    from kvjax.cache.contract import Cache
     from kvjax.cache.method import Method
+    from kvjax.cache.protocol import Cache
     from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.engine.sampling import SamplingParams
+    from kvjax.generation.calls import extend, logits, prefill, score
+    from kvjax.generation.chat import chat
+    from kvjax.generation.context import Context, read, resume
+    from kvjax.generation.generate import generate, stream, stream_text
+    from kvjax.generation.planned import planned_bytes
+    from kvjax.generation.result import Result
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
     from kvjax.models.model import Model, load, random_model
-    from kvjax.run.calls import extend, logits, prefill, score
-    from kvjax.run.chat import chat
-    from kvjax.run.context import Context, read, resume
-    from kvjax.run.generate import generate, stream, stream_text
-    from kvjax.run.planned import planned_bytes
-    from kvjax.run.result import Result
 
     __version__: str
 
@@ -69,21 +72,32 @@ __all__ = [
     "stream_text",
 ]
 
-_MODULES = ("cache_ops", "cachegen", "eval", "methods", "parts", "reuse", "speculative", "testing")
+_MODULES = (
+    "cache_ops",
+    "cachegen",
+    "errors",
+    "eval",
+    "functional",
+    "methods",
+    "parts",
+    "reuse",
+    "speculative",
+    "testing",
+)
 _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
-    "kvjax.cache.contract": ("Cache",),
+    "kvjax.cache.protocol": ("Cache",),
     "kvjax.cache.method": ("Method",),
     "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
-    "kvjax.run.calls": ("extend", "logits", "prefill", "score"),
-    "kvjax.run.chat": ("chat",),
-    "kvjax.run.context": ("Context", "read", "resume"),
-    "kvjax.run.generate": ("generate", "stream", "stream_text"),
-    "kvjax.run.planned": ("planned_bytes",),
-    "kvjax.run.result": ("Result",),
+    "kvjax.generation.calls": ("extend", "logits", "prefill", "score"),
+    "kvjax.generation.chat": ("chat",),
+    "kvjax.generation.context": ("Context", "read", "resume"),
+    "kvjax.generation.generate": ("generate", "stream", "stream_text"),
+    "kvjax.generation.planned": ("planned_bytes",),
+    "kvjax.generation.result": ("Result",),
     "kvjax.engine.sampling": ("SamplingParams",),
 }
 """Where each name at the top is defined: imported when it is first used, since Flax and the passes take a while."""

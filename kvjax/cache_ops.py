@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.run.prefixes import read_batch
-from kvjax.run.splice import splice
-from kvjax.run.states import branch, crop, join, rows
+from kvjax.generation.prefixes import read_batch
+from kvjax.generation.splice import splice
+from kvjax.generation.states import branch, crop, join, rows
 
 __all__ = ["branch", "crop", "join", "read_batch", "rows", "splice"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvjax.run.cachegen import read, write
+from kvjax.generation.cachegen import read, write
 
 __all__ = ["read", "write"]

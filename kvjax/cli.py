@@ -21,10 +21,10 @@ from kvjax.core.files import text_of
 from kvjax.core.types import KvjaxError
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
-    from kvjax.cache.contract import KVMethod
+    from kvjax.cache.protocol import KVMethod
+    from kvjax.generation.prompts import Prompts
+    from kvjax.generation.result import Result
     from kvjax.models.model import Model
-    from kvjax.run.prompts import Prompts
-    from kvjax.run.result import Result
 
 
 PLATFORMS = "unset it, or set it to cpu, or install JAX for that device"
@@ -271,7 +271,7 @@ def _explore(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     import kvjax
     from kvjax.eval.page import written
-    from kvjax.run import calibrate
+    from kvjax.generation import calibrate
 
     calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
     for name in ("tokens", "context", "batch"):
@@ -300,7 +300,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     import kvjax
-    from kvjax.run import limits
+    from kvjax.generation import limits
 
     method = kvjax.parse(args.method)
     if args.system is not None and not args.chat:
@@ -326,7 +326,7 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
     """Prints each text and how it ended: of one prompt as it comes, of several when all are done."""
     from rich.console import Console
 
-    from kvjax.run.generate import start
+    from kvjax.generation.generate import start
 
     with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
         run = start(model, prompts, method, **options)

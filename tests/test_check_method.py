@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import KvjaxError, conformance
-from kvjax.cache.contract import Traits
+from kvjax.cache.protocol import Traits
 from kvjax.core import memory
-from kvjax.core.types import Block
-from kvjax.parts import Codec, Method, Policy, Scorer, by_tokens, selecting
+from kvjax.core.types import KVBlock
+from kvjax.parts import Codec, Method, Policy, Scorer, make_selection, token_scores
 from kvjax.testing import BrokenRule, check_method, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
@@ -33,13 +33,46 @@ class Norms(Scorer):
 
     fault: str = ""
 
-    def scores(self, block, seen, spec):
+    def scores(self, block, observation, spec):
         norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
         if self.fault == "a score that is no number":
             norms = norms.at[:, 0, 1].set(jnp.nan)
         if self.fault == "scores of all rows together":
             norms = jnp.broadcast_to(norms.mean(0), norms.shape)
-        return by_tokens(norms, block)
+        return token_scores(norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstLayer(Scorer):
+    """Small values matter in the first layer, large ones in the others; `asks` is how it is found out which it is."""
+
+    asks: str = "=="
+
+    def is_first(self, spec):
+        ways = {
+            "==": lambda: spec.index == 0,
+            "in": lambda: spec.index in (0, 7),
+            "a set": lambda: spec.index in {0, 7},
+            "not": lambda: not spec.index,
+        }
+        return ways[self.asks]()
+
+    def scores(self, block, observation, spec):
+        norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
+        return token_scores(-norms if self.is_first(spec) else norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFirstLayer(FirstLayer):
+    """The same, found out when the method is bound."""
+
+    first: bool = False
+
+    def at(self, spec):
+        return dataclasses.replace(self, first=spec.index == 0)
+
+    def is_first(self, spec):
+        return self.first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +82,10 @@ class Window(Policy):
     recent: int
     fault: str = ""
 
-    def slots(self, layer):
+    def num_slots(self, layer):
         return self.recent + 1
 
-    def begin(self, layer, block, seen, slots):
+    def init(self, layer, block, observation, slots):
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         newest = length - 1 - jnp.arange(min(slots, self.recent), dtype=jnp.int32)[None, None]
         if self.fault == "one token twice":
@@ -61,7 +94,7 @@ class Window(Policy):
             newest = jnp.broadcast_to(newest, (len(newest), 2, newest.shape[2]))
         return jnp.where(newest >= 0, newest, -1), None
 
-    def after(self, layer, state, weights, q_pos):
+    def after_token(self, layer, state, weights, q_pos):
         full = (state.pos >= 0).all(2, keepdims=True)
         if self.fault == "a neighbour that is full":
             full = full.any(0, keepdims=True)
@@ -81,19 +114,19 @@ class Periodic(Policy):
 
     waits: bool = True  # for a token of the row itself
 
-    def slots(self, layer):
+    def num_slots(self, layer):
         return 4 + 2 + 1
 
-    def begin(self, layer, block, seen, slots):
-        return Window(4).begin(layer, block, seen, slots)
+    def init(self, layer, block, observation, slots):
+        return Window(4).init(layer, block, observation, slots)
 
-    def before(self, layer, state, q, q_pos):
+    def before_token(self, layer, state, q, q_pos):
         full = (state.pos >= 0).sum(2, keepdims=True) >= 4 + 2
         due = full & (q_pos[:, :, None] >= 0) if self.waits else full
         old = state.pos <= state.pos.max(2, keepdims=True) - 4
         return dataclasses.replace(state, pos=jnp.where(due & old, -1, state.pos))
 
-    def after(self, layer, state, weights, q_pos):
+    def after_token(self, layer, state, weights, q_pos):
         return state.pos, None
 
 
@@ -103,7 +136,8 @@ class Periodic(Policy):
         LastTokens(5),
         Method(decode=Window(4)),
         Method(decode=Periodic()),
-        Method(select=selecting(Norms(), 6)),
+        Method(select=make_selection(Norms(), 6)),
+        Method(select=make_selection(BoundFirstLayer(), 6)),
         "offload",
     ],
     ids=str,
@@ -137,12 +171,12 @@ class Growing(LastTokens):
 
 
 class GrowingLayer(LastTokensLayer):
-    def slots(self, prompt, room):
-        return prompt
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return prompt_tokens
 
     def _last(self, *blocks):
         k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
-        return Block(k, v, pos).clean()
+        return KVBlock(k, v, pos).clean()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +188,14 @@ class Roomy(LastTokens):
 
 
 class RoomyLayer(LastTokensLayer):
-    def slots(self, prompt, room):
-        return self.count + room
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return self.count + headroom_tokens
 
     def _last(self, *blocks):
         kept = super()._last(*blocks)
         more = [(0, 0), (0, 0), (0, blocks[0].pos.shape[2] - kept.pos.shape[2])]
         k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (kept.k, kept.v))
-        return Block(k, v, jnp.pad(kept.pos, more, constant_values=-1))
+        return KVBlock(k, v, jnp.pad(kept.pos, more, constant_values=-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +207,8 @@ class Uneven(LastTokens):
 
 
 class UnevenLayer(RoomyLayer):
-    def slots(self, prompt, room):
-        return self.count + 2 * (prompt < 10)
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return self.count + 2 * (prompt_tokens < 10)
 
 
 class Poison(Codec):
@@ -186,7 +220,7 @@ class Poison(Codec):
     def decode(self, stored):
         return stored
 
-    def write(self, stored, x, at):
+    def append(self, stored, x, at):
         return stored.at[jnp.arange(x.shape[0])[:, None], :, at].set(x.swapaxes(1, 2))
 
 
@@ -203,10 +237,10 @@ class Half(Codec):
         held = memory.unpack(stored).astype(jnp.float32)
         return {"one token": held[:, :, :1], "whole numbers": held.astype(jnp.int32)}.get(self.fault, held)
 
-    def write(self, stored, x, at):
+    def append(self, stored, x, at):
         return stored if self.fault == "nothing new" else memory.append(stored, x.astype(jnp.float16), at)
 
-    def rows(self, stored, idx):
+    def gather(self, stored, idx):
         return memory.rows(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
 
 
@@ -223,7 +257,7 @@ class Uncompared(Norms):
 
 FAULTY = {
     "a field that is not compared": (
-        Method(select=selecting(Uncompared(), 6)),
+        Method(select=make_selection(Uncompared(), 6)),
         "method.select.scorer.sign is not compared, so that methods which differ there share one compiled program",
     ),
     "a token for all": (
@@ -253,11 +287,11 @@ FAULTY = {
         "row . holds other tokens in layer 0 when it is fed beside rows that are fed other numbers of tokens",
     ),
     "a score that is no number": (
-        Method(select=selecting(Norms("a score that is no number"), 6)),
+        Method(select=make_selection(Norms("a score that is no number"), 6)),
         "Norms.scores gives NaN, which would win over every number",
     ),
     "scores of all rows together": (
-        Method(select=selecting(Norms("scores of all rows together"), 6)),
+        Method(select=make_selection(Norms("scores of all rows together"), 6)),
         "row 0 holds other tokens in layer 0 when it is read alone than beside others",
     ),
     "one token twice": (
@@ -287,17 +321,26 @@ MENDS = {
     "a state that grows": ("shapes", "write into slots"),
     "no numbers": ("finite", "mask empty slots: `block.pos >= 0`"),
     "one token twice": ("positions", "take the window out of what is scored"),
-    "nothing leaves": ("positions", "In `after`, give one slot of each full head the position -1"),
+    "nothing leaves": ("positions", "In `after_token`, give one slot of each full head the position -1"),
     "the newest of one head": ("positions", "never let the slot with the greatest position go"),
     "positions of the future": ("positions", "Take positions from `block.pos`"),
     "tokens that are lost": ("positions", "Set `evicts=True`"),
     "rows of other tokens": ("codecs", "jnp.take_along_axis"),
-    "nothing is written": ("contents", "a `write` that drops what is new"),
+    "nothing is written": ("contents", "an `append` that drops what is new"),
     "a compression on another row's step": ("independence", "wait for that row's own next token"),
     "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
     "other logits": ("exact", "Set `exact=False`"),
     "bytes that grow": ("bytes", "set `constant=False`"),
 }
+
+
+@pytest.mark.parametrize("asks", ["==", "in", "a set", "not"])
+def test_an_index_that_is_only_compared_is_found(asks, model):
+    """A bound layer's spec has none, so that the comparison is false in every layer, and nothing says so."""
+    says = r"place: .*test_check_method.py, line \d+: `spec.index` is used when .* method `at\(self, spec\)`"
+    with pytest.raises(BrokenRule, match=says) as error:
+        check(Method(select=make_selection(FirstLayer(asks=asks), 6)), model)
+    assert error.value.rule == "place"
 
 
 @pytest.mark.parametrize("fault", FAULTY)
@@ -311,7 +354,7 @@ def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
 
 
 def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
-    report = check_method(Method(select=selecting(Norms(), 6)), model, length=20)
+    report = check_method(Method(select=make_selection(Norms(), 6)), model, length=20)
     assert capsys.readouterr() == ("", "")  # quiet where nobody watches
     assert [rule.name for rule in report.rules] == [rule.name for rule in conformance.RULES]
     assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
@@ -342,14 +385,14 @@ def test_loops_that_differ_are_named(model, monkeypatch):
 class Clumsy(Scorer):
     """Scores whose code fails."""
 
-    def scores(self, block, seen, spec):
-        return by_tokens(block.v @ block.v, block)
+    def scores(self, block, observation, spec):
+        return token_scores(block.v @ block.v, block)
 
 
 def test_what_a_methods_code_raises_is_told_with_its_line(model):
     line = Clumsy.scores.__code__.co_firstlineno + 1
     with pytest.raises(KvjaxError, match=rf"fails: .*test_check_method.py, line {line}: TypeError: .*") as error:
-        check(Method(select=selecting(Clumsy(), 6)), model)
+        check(Method(select=make_selection(Clumsy(), 6)), model)
     assert "\n" not in str(error.value) and isinstance(error.value.__cause__, TypeError)
 
 

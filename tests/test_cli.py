@@ -104,7 +104,7 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvjax.run.generate.start", interrupted)
+    monkeypatch.setattr("kvjax.generation.generate.start", interrupted)
     assert cli.main(["generate", "--prompt", "a"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "kvjax: stopped"
 
@@ -205,7 +205,7 @@ def test_an_error_that_is_not_of_the_platform_is_not_hidden(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("kvjax.run.generate.start", broken)
+    monkeypatch.setattr("kvjax.generation.generate.start", broken)
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main(["generate", "--prompt", "a"])
 

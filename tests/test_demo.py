@@ -11,16 +11,19 @@ import subprocess
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
 from rich.console import Console
 
 import kvjax
 from kvjax import Config, cli, demo
-from kvjax.eval import exam as exams
-from kvjax.eval.exam import SHORT_SYMBOLS, SymbolSizes
+from kvjax.eval.tasks import packaged
+from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
-from tests.eval.axes import check_percents, check_scales, ticks
+from kvjax.testing import toy_model
 
 METHODS = "full; snapkv:budget=25%"
 ROW = demo.Row("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
@@ -38,14 +41,24 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def few_questions(monkeypatch):
-    few = SymbolSizes(length=128, rows=2, questions=2, before=128, after=32)
-    monkeypatch.setattr(exams, "SHORT_SYMBOLS", few)
+    whole = demo.exam
+
+    def exam(model, full=False):
+        """Beginnings of the contexts of a few of the cases."""
+        asked, rng = whole(model, full), np.random.default_rng(0)
+        rows = rng.integers(1, 200, (2, 160))
+        ask = asked.questions[0].asks[0]
+        questions = [Case("recall", str(i), row[:128], (ask,), about={"length": 128}) for i, row in enumerate(rows)]
+        texts = [Case("ppl", str(i), row[:128], follows=row[128:], bytes=32) for i, row in enumerate(rows)]
+        return dataclasses.replace(asked, questions=questions, texts=texts)
+
+    monkeypatch.setattr(demo, "exam", exam)
 
 
-def asked(contexts: int = 2, dtype: str = "float32") -> types.SimpleNamespace:
+def asked(contexts: int = 2, dtype: str = "float32") -> demo.Exam:
     """What a table says of an exam."""
-    model = types.SimpleNamespace(dtype=dtype)
-    return types.SimpleNamespace(model=model, contexts=[0] * contexts, length=64, questions="values", text="code")
+    case = Case("recall", "0", np.zeros(64, np.int32), about={"length": 64})
+    return demo.Exam(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
 
 
 def printed(rows: list[demo.Row], width: int) -> list[str]:
@@ -56,10 +69,7 @@ def printed(rows: list[demo.Row], width: int) -> list[str]:
 
 def test_what_is_shown_first_is_the_exact_cache_and_three_ways_to_a_quarter_of_it():
     model = kvjax.load("testbed")
-    plans = {
-        name: kvjax.planned_bytes(name, model, SHORT_SYMBOLS.length, dtype="bfloat16").fraction_of_full
-        for name in demo.METHODS
-    }
+    plans = {name: kvjax.planned_bytes(name, model, 1024, dtype="bfloat16").fraction_of_full for name in demo.METHODS}
     full, *others = plans.values()
     assert next(iter(plans)) == "full" and full == 1.0
     assert len(others) == 3 and all(0.22 < part < 0.26 for part in others)
@@ -82,51 +92,65 @@ def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory,
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
-def test_on_a_terminal_the_table_grows_under_the_name_of_what_runs(directory, tmp_path, few_questions, monkeypatch):
-    console = Console(force_terminal=True, width=80, height=40, file=io.StringIO(), legacy_windows=False)
-    monkeypatch.setattr(demo, "Console", lambda: console)
-    monkeypatch.setenv("TERM", "xterm")
-    console._environ = {"TERM": "xterm"}
-    demo.run(tmp_path, METHODS, str(directory))
-    text = console.file.getvalue()
-    first, second, turns = (text.index(x) for x in ("1 of 2: full", "2 of 2: snapkv:budget=25%", "decoding in turns"))
-    assert first < second < turns
-    heads = text.index("of full")  # the table has its first row while the second method runs
-    assert first < heads < second
-    assert "tokens/s" not in text[:turns] and "tokens/s" in text[turns:]
-
-
 def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
     found = {}
 
-    def exam(model, seed, short):
-        found.update(short=short)
+    def exam(model, full):
+        found.update(full=full)
         raise kvjax.KvjaxError("enough")
 
     def named(methods):
         found.update(methods=methods)
         return {}
 
+    whole = demo.exam
     monkeypatch.setattr(demo, "exam", exam)
     monkeypatch.setattr(demo, "named", named)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
-    assert found == {"short": False, "methods": demo.ALL_METHODS}
+    assert found == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
-    assert found == {"short": True, "methods": demo.METHODS}
-    assert SHORT_SYMBOLS.length == SHORT_SYMBOLS.before < SymbolSizes().length
+    assert found == {"full": False, "methods": demo.METHODS}
+    short, long = (whole(kvjax.load("testbed"), full) for full in (False, True))
+    assert {len(c.context) for c in (*short.questions, *short.texts)} == {1024} and short.length == 1024
+    assert {len(c.context) for c in long.questions} == {2048} and len(long.questions) == 8
+    assert all(len(c.asks) == 8 for c in (*short.questions, *long.questions))
 
 
-def test_methods_decode_in_turns_and_the_first_turn_does_not_count():
+def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
+    names = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bytes_only = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(sorted(names))}, []))
+    bytes_only.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = tokenizers.decoders.ByteLevel()
+    model = dataclasses.replace(toy_model(layers=1, vocab_size=256), tokenizer=Tokenizer(bytes_only))
+    monkeypatch.setattr(packaged, "ESSAYS", packaged.ESSAYS._replace(package="not_there"))
+    exam = demo.exam(model)
+    assert exam.about == "needles in source code" and len(exam.questions) == 8 and len(exam.texts) == 4
+    (row,) = demo.measure(exam, "full")
+    assert row.recall == 0.0 and row.code_bits > 4  # it has learned nothing
+    assert row.agreement == 1.0 and row.device_bytes > 0
+
+
+def test_agreement_is_with_the_first_method(directory, few_questions):
+    exam = demo.exam(kvjax.load(str(directory)))
+    rows = list(demo.measure(exam, ["streaming_llm:recent=4", "full"]))
+    assert rows[0].agreement == 1.0 and rows[0].bfloat16_fraction < 0.2
+    assert rows[1].agreement < 1.0 and rows[1].bfloat16_fraction == 1.0
+
+
+def test_methods_decode_in_turns_and_the_first_turn_does_not_count(monkeypatch):
     order = []
 
-    def read(method):
+    def read(self, rows, method, room, width):
         def generate(**options):
             order.append(method)
             return types.SimpleNamespace(tokens_per_second=float(len(order)))
 
         return types.SimpleNamespace(generate=generate)
 
-    turns = list(demo.decode_in_turns(types.SimpleNamespace(read=read), ["a", "b"], turns=2))
+    monkeypatch.setattr(demo.Reader, "read", read)
+    ask = Ask(np.array([1]), "exact", ("a",), 1)
+    cases = [Case("recall", "0", np.zeros(8, np.int32), (ask,)), Case("ppl", "0", np.zeros(8), follows=np.zeros(4))]
+    turns = list(demo.decode_in_turns(demo.Exam(None, cases[:1], cases[1:], "values"), ["a", "b"], turns=2))
     assert order == ["a", "b"] * 3
     assert turns == [[3.0, 4.0], [5.0, 6.0]]
 
@@ -169,24 +193,16 @@ def test_a_narrow_table_folds_names_between_their_parts(host):
     assert all(line in text for cell in names.cells for line in cell.splitlines()) and width <= 23
 
 
-@pytest.mark.parametrize("fractions", [(1.0, 0.2), (1.0, 0.0), (1.0, 1.3)])
-@pytest.mark.parametrize("right", [(1.0, 0.3), (1.0, 0.97), (1.0, 1.0)])
-def test_axes_of_the_picture_end_at_100(fractions, right, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
-    points = zip(demo.METHODS, fractions, right, strict=False)
-    demo.plot(
-        [dataclasses.replace(ROW, method=m, bfloat16_fraction=f, recall=r, agreement=r) for m, f, r in points],
-        tmp_path / "demo.png",
-    )
-    for ax in figures[0].axes:
-        check_scales(ax)
-        check_percents(ax.yaxis, 100)
-        assert ticks(ax.yaxis)[-1][1] == "100"
-        if max(fractions) <= 1:
-            check_percents(ax.xaxis, 100)
-        low, high = ax.get_xlim()
-        assert all(low < 100 * f < high for f in fractions)
+def test_the_picture_is_the_one_of_an_evaluation(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(demo.Comparison, "plot", lambda comparison, path: drawn.append((comparison, path)))
+    demo.plot([ROW, dataclasses.replace(ROW, method="int4", recall=0.5, bfloat16_fraction=0.25)], tmp_path / "a.png")
+    ((rows, path),) = drawn
+    assert path == tmp_path / "a.png"
+    assert [(r.method, r.score, r.device_percent) for r in rows if r.task == "questions answered"] == [
+        ("full", 1.0, 100.0),
+        ("int4", 0.5, 25.0),
+    ]
 
 
 def test_a_first_method_other_than_full_is_no_full():

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError, cli
-from kvjax.run import archive, calibrate, save
+from kvjax.generation import archive, calibrate, save
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)

@@ -10,12 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache.method import Method
 from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.engine.forward import Target, layer_calls, run_layer
+from kvjax.engine.modes import FullPrefill
+from kvjax.engine.plan import bind
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import parts_of
-from kvjax.run.by_layer import LAYER
-from kvjax.engine.forward import Target
-from kvjax.run.passes import Whole, sites
-from kvjax.engine.plan import bind
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
@@ -76,11 +75,11 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(model, larger_heads, full, met
     tokens = together.generate(max_new_tokens=8).tokens
     for row, prompt in ((1, FEW[1]), (2, FEW[2])):
         assert kvjax.generate(model, [prompt], method, max_new_tokens=8, capacity=64).tokens[0] == tokens[row]
-    if not any(layer.needs.all_layers for layer in together.cache.plan):  # then the prompts' contents decide
+    if not any(layer.needs.global_budget for layer in together.cache.plan):  # then the prompts' contents decide
         planned = kvjax.planned_bytes(method, model.config, 37, capacity=64, batch=3, dtype=np.float32)
         assert planned.total == together.bytes.total
     parsed = kvjax.parse(method)
-    if parsed == Method(select=parsed.select, represent=parsed.represent) and parsed.select and not larger:
+    if parsed == Method(select=parsed.select, representatives=parsed.representatives) and parsed.select and not larger:
         assert tokens[1] == full[1]  # within the budget with all that is decoded
         assert tokens != full
 
@@ -94,14 +93,14 @@ def test_the_kept_are_real_tokens_within_the_budget_and_the_others_are_gone(mode
     for layer, heads in zip(plan, kept, strict=True):
         for prompt, row in zip(PROMPTS, heads, strict=True):
             for positions in row:
-                assert len(set(positions.tolist())) == len(positions) <= layer.kept(len(prompt))
+                assert len(set(positions.tolist())) == len(positions) <= layer.num_kept(len(prompt))
                 assert positions.max() < len(prompt)
-                assert len(positions) == layer.kept(len(prompt)) or "page" in method
+                assert len(positions) == layer.num_kept(len(prompt)) or "page" in method
     if "recompress" in method:
         assert all(s.pos.shape[2] == 12 + 3 + 1 for s in state.layers)  # one for the token that comes when all are full
     elif "specache" not in method and "kivi" not in method:
         room = 32  # 27 tokens may follow the longest prompt, rounded up to a multiple of 16
-        most = [max(layer.kept(len(p)) for p in PROMPTS) for layer in plan]
+        most = [max(layer.num_kept(len(p)) for p in PROMPTS) for layer in plan]
         assert [s.pos.shape[2] for s in state.layers] == [n + room for n in most]
 
 
@@ -134,11 +133,11 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     """The largest array of a layer's compiled prefill stays below T x T for one head."""
     model, T = toy_model(layers=1), 4096
     c = model.config
-    (site,) = sites(bind("accumulated:budget=64", c), c, (64,))
+    (call,) = layer_calls(bind("accumulated:budget=64", c), c, (64,))
     angles = jnp.zeros((1, T, c.head_dim // 2))
-    given = {"params": model.params["layer_0"], "x": jnp.zeros((1, T, c.width)), "angles": (angles, angles)}
-    work = Whole(jnp.array([T], jnp.int32), T, None)
-    program, _ = LAYER.compile(**given, work=work, mine=None, carry=None, setting=Setting(c), site=site)
+    given = model.params["layer_0"], jnp.zeros((1, T, c.width)), (angles, angles)
+    mode = FullPrefill(jnp.array([T], jnp.int32), T, None)
+    program = run_layer.lower(*given, mode, None, None, call=call, target=Target(c)).compile()
     stats = program.memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 
@@ -181,7 +180,7 @@ def test_compressing_again_keeps_the_budget_and_the_newest(model):
             "snapkv:budget=64 + kivi:group=4,residual=4 + recompress",
             "cannot lose one: its tokens, or its heads, are held together",
         ),
-        ("snapkv:budget=64 + merging + recompress", "slots `merge` and `shares`: lost tokens are folded"),
+        ("snapkv:budget=64 + merging + recompress", "slots `merge` and `layer_budgets`: lost tokens are folded"),
     ],
 )
 def test_what_cannot_be_compressed_again_says_so(model, method, why):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import functional
 from kvjax.core.types import KvjaxError
-from kvjax.run import forward
-from kvjax.run.by_layer import LAYER_IN_PLACE
-from kvjax.run.session import LOOPS
-from kvjax.run.loop import AFTER, UNTIL
+from kvjax.engine import forward
+from kvjax.generation import loop as decode_loop
+from kvjax.generation.compiled import jit_with
+from kvjax.generation.session import LOOPS
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
@@ -151,25 +152,31 @@ def test_scores_are_the_uncached_log_probabilities(model, method):
 def test_one_trace_serves_prompts_of_one_size():
     model = toy_model(seed=1)
     chex.clear_trace_counter()
-    traced = chex.assert_max_traces(lambda p, t, s: forward.uncached(p, t, s), n=1)
+    traced = chex.assert_max_traces(lambda p, t, c: functional.logits(p, t, c), n=1)
     f = jax.jit(traced, static_argnums=2)
-    setting = forward.Setting(model.config)
     for seed in range(3):
-        f(model.params, jax.numpy.full((2, 8), seed), setting)
+        f(model.params, jax.numpy.full((2, 8), seed), model.config)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.methods.full(), capacity=64)
-    before = len(LAYER_IN_PLACE._done)
+    run_layer = jit_with(forward._run_layer, ("call", "target"), ("state",))
+    before = run_layer._cache_size()
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.methods.full(), capacity=64)
-    assert len(LAYER_IN_PLACE._done) == before
+    assert run_layer._cache_size() == before > 0
 
 
-@pytest.mark.parametrize(("loop", "program"), [("while", UNTIL), ("layers", AFTER)])
+@pytest.mark.parametrize(
+    ("loop", "program"),
+    [
+        ("while", jit_with(decode_loop.decode_until, ("target",), ("state",))),
+        ("layers", decode_loop.draw_next),
+    ],
+)
 def test_sampling_numbers_do_not_recompile(model, loop, program):
     args = {"max_new_tokens": 4, "eos_ids": (), "loop": loop}
     kvjax.generate(model, PROMPTS, kvjax.methods.full(), temperature=0.5, top_k=4, **args)
-    before = len(program._done)
+    before = program._cache_size()
     kvjax.generate(model, PROMPTS, kvjax.methods.full(), temperature=0.9, top_k=7, **args)
-    assert len(program._done) == before
+    assert program._cache_size() == before > 0
 
 
 def test_bytes_of_the_result_are_the_states(model):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import itertools
+import re
 import shutil
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,146 +19,134 @@ import pytest
 import kvjax
 from kvjax.cache.given import write
 from kvjax.core.types import KvjaxError
-from kvjax.eval import Spec, compare
-from kvjax.methods.identity import identity, identity_now
-from kvjax.methods.strings import named
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
 from kvjax.engine.plan import specs
+from kvjax.eval import Spec, compare
+from kvjax.eval.run import store
+from kvjax.methods.identity import identity
+from kvjax.methods.strings import named, parse
+from kvjax.parts import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.testing import toy_model
-
-
-def loud(sign: float) -> Method:
-    """A method whose scorer has a value of the function that made it, and no field."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Loud(Scorer):
-        def scores(self, block, seen, spec):
-            return by_tokens(sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
-
-    return Method(select=selecting(Loud(), 8))
-
-
-def of_text(text: str) -> Method:
-    """The method that a piece of code calls `method`."""
-    known = {"Method": Method, "Scorer": Scorer, "selecting": selecting, "dataclass": dataclasses.dataclass}
-    exec(text, known := known | {"__name__": "__main__"})
-    return known["method"]
-
-
-CODE = """
-@dataclass(frozen=True)
-class Own(Scorer):
-    {field}
-    def scores(self, block, seen, spec):
-        return {body}
-method = Method(select=selecting(Own(), 8))
-"""
-
-
-@pytest.mark.parametrize("method", ["full", "snapkv:budget=8 + kvcrush", "cake", "matryoshka:table=shipped"])
-def test_a_method_of_kvjax_is_known_by_its_values(method):
-    assert identity(kvjax.parse(method)) == identity(kvjax.parse(method))
-    assert identity(kvjax.parse(method)) != identity(kvjax.parse(f"{method} + offload"))
-
-
-def test_a_method_of_ones_own_is_known_by_its_code():
-    first = identity(of_text(CODE.format(field="factor = 1", body="block.k[..., 0] * self.factor")))
-    assert first == identity(of_text(CODE.format(field="factor = 1", body="block.k[..., 0] * self.factor")))
-    for field, body in [
-        ("factor = 2", "block.k[..., 0] * self.factor"),
-        ("factor = 1", "block.v[..., 0] * self.factor"),
-        ("factor = 1", "block.k[..., 1] * self.factor"),
-        ("factor = 1; queries = 4", "block.k[..., 0] * self.factor"),
-    ]:
-        assert identity(of_text(CODE.format(field=field, body=body))) != first
-    assert identity(loud(1.0)) == identity(loud(1.0)) != identity(loud(-1.0))
-
-
-GLOBAL = """
-{value}
-@dataclass(frozen=True)
-class Own(Scorer):
-    def scores(self, block, seen, spec):
-        return {read}
-method = Method(select=selecting(Own(), 8))
-"""
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "read"),
-    [
-        ("x = {'sign': 1}", "x = {'sign': 2}", "x['sign']"),
-        ("x = [1, (2, 3)]", "x = [1, (2, 4)]", "x[1]"),
-        ("import numpy; x = numpy.arange(3)", "import numpy; x = numpy.arange(4)", "x"),
-    ],
-)
-def test_a_method_of_ones_own_is_known_by_the_variables_of_its_module(one, other, read):
-    first, second = (identity(of_text(GLOBAL.format(value=value, read=read))) for value in (one, other))
-    assert first == identity(of_text(GLOBAL.format(value=one, read=read)))
-    assert first != second
-
-
-def test_a_method_of_ones_own_is_known_by_modules_that_help_it(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def told(body: str, text: str) -> str:
-        (tmp_path / "a_helper.py").write_text(f"def helped(x):\n    return {body}\n")
-        monkeypatch.delitem(sys.modules, "a_helper", raising=False)
-        importlib.invalidate_caches()
-        return identity(of_text(text))
-
-    for value, read in (("from a_helper import helped", "helped(1)"), ("import a_helper", "a_helper.helped(1)")):
-        text = GLOBAL.format(value=value, read=read)
-        assert told("x + 1", text) == told("x + 1", text) != told("x - 100", text)
-
-
-def test_a_method_of_ones_own_is_known_by_all_its_fields():
-    fields = "sign: float = __import__('dataclasses').field(default={}, compare=False)"
-    one, other = (CODE.format(field=fields.format(n), body="self.sign") for n in (1.0, 2.0))
-    assert identity(of_text(one)) == identity(of_text(one)) != identity(of_text(other))
-    tuples = [CODE.format(field=f"powers = (1, {n})", body="self.powers") for n in (2, 3)]
-    assert identity(of_text(tuples[0])) != identity(of_text(tuples[1]))
-
-
-SIGN = 1.0
+from tests.contract.table import RECIPES
 
 
 @dataclasses.dataclass(frozen=True)
 class Signed(Scorer):
-    """Tokens with large or small values matter, as a variable of this module says."""
+    """Tokens with large or small values matter; `note` is not compared."""
 
+    sign: float = 1.0
+    powers: tuple[int, ...] = (1, 2)
+    note: str = dataclasses.field(default="", compare=False)
+
+    def scores(self, block, observation, spec):
+        return token_scores(self.sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+
+
+def signed(sign: float = 1.0, budget: int = 8, **more: Any) -> Method:
+    return Method(select=make_selection(Signed(sign, **more), budget))
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv:budget=8 + kvcrush", "cake", "matryoshka:table=shipped"])
+def test_a_method_of_kvjax_is_known_by_its_values(method):
+    assert identity(parse(method)) == identity(parse(method))
+    assert identity(parse(method)) != identity(parse(f"{method} + offload"))
+
+
+def test_every_setting_of_every_method_is_told_apart():
+    """Strings that make equal methods have one identity, and others another."""
+    methods = {parse(text) for r in RECIPES.values() for t in r.trials for text in (t.small, t.limit) if text}
+    for made in RECIPES.values():  # each parameter by itself, where the others may stay as they are
+        for name, value in itertools.product(made.parameters, (3, 7, 0.5, True, "layer")):
+            with contextlib.suppress(KvjaxError, TypeError):
+                methods.add(made.make(**{name: value}))
+    assert len(methods) > 300
+    assert len({identity(method) for method in methods}) == len(methods)
+
+
+def test_a_method_of_ones_own_is_known_by_all_its_fields():
+    others = [signed(-1.0), signed(budget=9), signed(powers=(1, 3)), signed(note="another")]
+    assert identity(signed()) == identity(signed())
+    assert len({identity(method) for method in (signed(), *others)}) == 5
+
+
+OWN = """
+import dataclasses
+
+from kvjax.parts import Scorer
+
+
+@dataclasses.dataclass(frozen=True)
+class Base(Scorer):
+    def factor(self):
+        return {factor}
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Base):
+    {doc}
     def scores(self, block, seen, spec):
-        return by_tokens(SIGN * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+        return {sign}block.k[..., 0] * self.factor()
+"""
 
 
-def test_programs_of_another_method_of_the_same_name_are_forgotten(monkeypatch):
-    """A compiled program holds what the variable was."""
-    model, method = toy_model(layers=1), Method(select=selecting(Signed(), 6))
+def test_a_method_of_ones_own_is_known_by_the_text_of_its_classes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def kept() -> list[int]:
-        identity_now(method)
-        ids = np.arange(20)[None]
-        return kvjax.read(model, ids, method).kept_positions()[0][0][0].tolist()
+    def told(**text: str) -> str:
+        (tmp_path / "an_own_scorer.py").write_text(OWN.format(**{"factor": "1", "sign": "+", "doc": ""} | text))
+        monkeypatch.delitem(sys.modules, "an_own_scorer", raising=False)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        return identity(Method(select=make_selection(importlib.import_module("an_own_scorer").Own(), 8)))
 
-    large = kept()
-    monkeypatch.setattr(sys.modules[__name__], "SIGN", -1.0)
-    assert not set(kept()) & set(large)
+    assert told() == told() != told(sign="-")
+    assert told() != told(factor="22")  # of what it inherits
+
+
+def test_another_version_of_kvjax_is_another_identity(monkeypatch):
+    before = identity(parse("full"))
+    monkeypatch.setattr(kvjax, "__version__", "99.0", raising=False)
+    assert identity(parse("full")) != before
+
+
+def test_a_function_is_not_known_by_its_address():
+    @dataclasses.dataclass(frozen=True)
+    class Own(Scorer):
+        by: Any
+
+        def scores(self, block, observation, spec):
+            return token_scores(self.by(block.v[..., 0]), block)
+
+    def made() -> Method:
+        return Method(select=make_selection(Own(lambda x: x), 8))
+
+    assert identity(made()) == identity(made())
 
 
 def test_a_table_is_known_by_its_content(tmp_path):
     (spec,), table = specs(toy_model(layers=1).config), tmp_path / "table"
     write(table, "bases", spec, [{"keys": np.ones((2, 2))}])
     copy = shutil.copy(table, tmp_path / "copy")
-    first = identity(kvjax.parse(f"matryoshka:table={table}"))
-    assert identity(kvjax.parse(f"matryoshka:table={copy}")) == first
+    first = identity(parse(f"matryoshka:table={table}"))
+    assert identity(parse(f"matryoshka:table={copy}")) == first
     write(table, "bases", spec, [{"keys": np.zeros((2, 2))}])
-    assert identity(kvjax.parse(f"matryoshka:table={table}")) != first
+    assert identity(parse(f"matryoshka:table={table}")) != first
+
+
+def of_one_name() -> Method:
+    """Another class each time."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Scorer):
+        def scores(self, block, observation, spec):
+            return token_scores(block.v[..., 0], block)
+
+    return Method(select=make_selection(Own(), 8))
 
 
 def test_two_methods_of_one_name_are_not_put_in_one_table():
     with pytest.raises(KvjaxError, match="two different methods are both called"):
-        named([loud(1.0), loud(-1.0)])
-    same = loud(1.0)
+        named([of_one_name(), of_one_name()])
+    same = signed()
     assert len(named([same, same, "full", "full"])) == 2
 
 
@@ -165,14 +157,22 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
         return compare(model, [method], ["ppl"], spec, tmp_path / "run")
 
     def mine(budget: int = 8) -> Method:
-        return loud(1.0)
+        return signed(1.0)
 
     recipe("an idea of mine")(mine)
     before = run(model, "mine")
     assert run(model, "mine") == before
 
+    records = tmp_path / "run" / store.RECORDS
+    written = records.read_text()
+    records.write_text(re.sub('"meant": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))  # as kvjax 0.1 wrote
+    assert len(store.read(tmp_path / "run")) == written.count("\n")
+    with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
+        run(model, "mine")
+    records.write_text(written)
+
     def mine(budget: int = 8) -> Method:
-        return loud(-1.0)
+        return signed(-1.0)
 
     recipe("a better idea")(mine)
     with pytest.raises(KvjaxError, match="'mine' is not the method that was recorded under this name"):

@@ -29,7 +29,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
+from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,13 @@ class ValueNorm(Scorer):
     "Tokens with large values matter."
 
     def scores(self, block, seen, spec):
-        return by_tokens({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+        return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
 @recipe("an idea of mine")
 def {name}(budget: int = 256) -> Method:
     "After the prompt each head keeps the tokens with the largest values."
-    return Method(select=selecting(ValueNorm(), budget))
+    return Method(select=make_selection(ValueNorm(), budget))
 """
 
 
@@ -83,13 +83,13 @@ def test_a_loaded_method_works_in_strings_wherever_methods_do(tmp_path):
 def test_a_file_is_loaded_once_and_again_when_it_was_edited(tmp_path):
     path = write(tmp_path / "mine.py")
     load_methods(path)
-    method = kvjax.parse("value_norm")
+    method, before = kvjax.parse("value_norm"), identity(kvjax.parse("value_norm"))
     assert load_methods(str(path)) == ("value_norm",) and kvjax.parse("value_norm") == method
     assert load_methods("mine") == load_methods("./mine.py") == ("value_norm",)  # the same file by other names
     assert kvjax.parse("value_norm") == method
     write(path, sign="-")
     assert load_methods(path) == ("value_norm",)
-    assert identity(kvjax.parse("value_norm")) != identity(method)
+    assert identity(kvjax.parse("value_norm")) != before == identity(method)
     write(path, name="other")
     assert load_methods(path) == ("other",) and "value_norm" not in RECIPES
 

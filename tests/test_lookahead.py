@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import functools
 import re
 
 import jax
@@ -12,14 +13,16 @@ import pytest
 
 import kvjax
 from kvjax.core import memory
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.engine import forward
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams
+from kvjax.generation import loop
+from kvjax.generation.compiled import jit_with
 from kvjax.testing import full_copies, toy_model
 
-loop = importlib.import_module("kvjax.run.loop")
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
 EXACT = "specache:bits=1,group=8,residual=8,topk=99"
 SMALL = "specache:bits=1,group=8,residual=8,topk=3"
@@ -31,39 +34,39 @@ def model():
 
 
 def start(model, method, temperature=0.0, length=12):
-    """A carry after the look-ahead, its sampler and its setting."""
+    """A state after the first draft, its sampler and its target."""
     s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
-    carry = loop.begin(last, cache, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, length)
-    setting = Setting(model.config)
-    if guesses(cache.plan):
-        carry = jax.jit(loop.look_ahead, static_argnames="setting")(model.params, carry, s, setting=setting)
-    return carry, s, setting
+    state = loop.begin(last, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, num_tokens=length)
+    state, target = dataclasses.replace(state, cache=cache), Target(model.config)
+    if num_draft_tokens(cache.plan):
+        state = jax.jit(loop.draft_first, static_argnames="target")(model.params, state, s, target=target)
+    return state, s, target
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
     """Then guess and truth have equal logits, and share their randomness."""
-    carry, s, setting = start(model, "specache:bits=1,group=8,residual=64", temperature)
-    step = jax.jit(loop.step, static_argnames="setting")
+    state, s, target = start(model, "specache:bits=1,group=8,residual=64", temperature)
+    step = jax.jit(loop.step, static_argnames="target")
     for _ in range(8):
-        guess = carry.guess
-        carry = step(model.params, carry, s, setting=setting)
-        np.testing.assert_array_equal(carry.token, guess)
+        guess = state.tokens[:, 1]
+        state = step(model.params, state, s, target=target)
+        np.testing.assert_array_equal(state.tokens[:, 0], guess)
 
 
 def test_only_true_tokens_are_kept(model):
     """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
     out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
-    carry, s, setting = start(model, EXACT, length=9)
-    step = jax.jit(loop.step, static_argnames="setting")
+    state, s, target = start(model, EXACT, length=9)
+    step = jax.jit(loop.step, static_argnames="target")
     for _ in range(8):
-        carry = step(model.params, carry, s, setting=setting)
-    assert [row.tolist() for row in np.asarray(carry.out)] == out.tokens
+        state = step(model.params, state, s, target=target)
+    assert [row.tolist() for row in np.asarray(state.out)] == out.tokens
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
-    _, state = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
-    np.testing.assert_array_equal(carry.cache.length, state.length)
-    for got, want in zip(carry.cache.layers, state.layers, strict=True):
+    _, cache = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
+    np.testing.assert_array_equal(state.cache.length, cache.length)
+    for got, want in zip(state.cache.layers, cache.layers, strict=True):
         np.testing.assert_array_equal(got.pos, want.pos)
         for a, b in ((got.k, want.k), (got.v, want.v)):
             assert a.host
@@ -137,8 +140,10 @@ def after_the_fetch(text: str) -> list[str]:
 
 
 def lowered(model, method: str) -> str:
-    carry, s, setting = start(model, method)
-    return jax.jit(loop.step, static_argnames="setting").lower(model.params, carry, s, setting=setting).as_text()
+    state, s, target = start(model, method)
+    inlined = forward.Compiled(forward._run_layer, forward._unembed)  # so that a layer is no call in the text
+    step = jax.jit(functools.partial(loop.step, compiled=inlined), static_argnames="target")
+    return step.lower(model.params, state, s, target=target).as_text()
 
 
 def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
@@ -153,10 +158,10 @@ def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
 
 
 def test_the_loop_copies_no_host_buffer(model):
-    carry, s, setting = start(model, SMALL)
-    args = {"params": model.params, "carry": carry, "limit": jnp.int32(5), "sampler": s}
-    program = loop.UNTIL.compile(**args, setting=setting)[0].as_text()
-    assert not full_copies(program, carry.cache.layers[0].k.data.shape)
+    state, s, target = start(model, SMALL)
+    decode_until = jit_with(loop.decode_until, ("target",), ("state",))
+    program = decode_until.lower(model.params, state, jnp.int32(5), s, target=target).compile().as_text()
+    assert not full_copies(program, state.cache.layers[0].k.data.shape)
 
 
 def test_beams_and_trees_are_refused(model):
@@ -164,6 +169,6 @@ def test_beams_and_trees_are_refused(model):
     _, state = kvjax.prefill(model, [[1, 2, 3]], kvjax.parse(SMALL), capacity=64)
     q, k = jnp.zeros((1, 2, 2, 3, 8)), jnp.zeros((1, 2, 3, 8))
     with pytest.raises(KvjaxError, match="at most one guess, got 3 tokens: no tree or beam"):
-        layer.extend(state.layers[0], q, Block(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
+        layer.extend(state.layers[0], q, KVBlock(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
     with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1 rows"):
         kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))

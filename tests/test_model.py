@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.eval.run import harness
+from experiments.testbed.measure import answers
 from kvjax.testbed import corpus, tasks
 
 
@@ -42,7 +42,7 @@ def test_text_round_trips(model):
 def test_it_recalls_what_a_context_says(model, method):
     rng = np.random.default_rng(0)
     instances = [tasks.recall(rng, 512, corpus.load("held_out").window, questions=4) for _ in range(4)]
-    right, size = harness.answers(model, kvjax.parse(method), instances)
+    right, size = answers(model, kvjax.parse(method), instances)
     assert np.mean(right) >= 0.8
     c = model.config
     token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
@@ -51,6 +51,6 @@ def test_it_recalls_what_a_context_says(model, method):
 
 def test_it_predicts_code_better_than_chance(model):
     code = corpus.load("held_out").window(np.random.default_rng(1), 256)[None]
-    logp, likeliest = harness.continuation(model, kvjax.methods.full(), code, 128)
-    assert logp.shape == likeliest.shape == (1, 128)
+    ((logp, likeliest),) = kvjax.read(model, code[:, :128], "full", room=128).score(code[:, 128:])
+    assert logp.shape == likeliest.shape == (128,)
     assert -logp.mean() / np.log(2) < 4  # bits per byte; 8 is chance

@@ -79,4 +79,4 @@ def test_what_needs_an_extra_is_imported_by_nothing_else():
     assert done.returncode == 0, done.stderr
     page = {f"kvjax.eval.page.{name}" for name in ("panels", "plots", "report")}
     gguf = {f"checkpoints_convert.gguf_{name}" for name in ("header", "source")}
-    assert set(json.loads(done.stdout)) == {*page, *gguf, "kvjax.eval.lm_harness", "kvjax.models.render"}
+    assert set(json.loads(done.stdout)) == {*page, *gguf, "kvjax.eval.lm_harness"}

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.thin import Thin
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, Window
-from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.select.selection import SelectedSlots, make_selection
 from kvjax.cache.select.units import per_head
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 from kvjax.methods.cam import Spread
 from kvjax.methods.criticalkv import ByOutput
 from kvjax.methods.cur import Cur
@@ -35,8 +35,8 @@ from kvjax.methods.sinks_and_recent import Newest
 from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1
-SPEC = LayerSpec(index=LAYER, layers=3, kv_heads=2, groups=2, head_dim=16, window=None, rope=Rope(16))
-SNAPKV = Window(queries=8, kernel=5)
+SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, window=None, rope=Rope(16))
+SNAPKV = Window(num_queries=8, kernel=5)
 CASES = {
     # case -> our scorer, first tokens and last tokens that kvpress fills with a constant
     "snapkv": (SNAPKV, 0, 8),
@@ -91,11 +91,11 @@ def pressed(case: str) -> np.ndarray:
     return stored()[f"scores/{case}"]
 
 
-def prompt() -> tuple[Block, Obs]:
+def prompt() -> tuple[KVBlock, Observation]:
     """Keys and values of the prompt, and all of its queries."""
     q, k, v = (jnp.asarray(stored()[name])[None] for name in "qkv")
     pos = jnp.arange(T, dtype=jnp.int32)[None]
-    return Block(k, v, pos[:, None]), Obs(q, pos)
+    return KVBlock(k, v, pos[:, None]), Observation(q, pos)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def test_scores_are_those_of_kvpress(case):
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
-    ours = scored(Window(queries=1, kernel=1))
+    ours = scored(Window(num_queries=1, kernel=1))
     ours = np.asarray(per_head(jnp.asarray(ours)[None], "layer"))[0, 0]
     for public in pressed("tova"):
         assert_close(ours[:-1], public[:-1])
@@ -139,7 +139,7 @@ def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer()
 def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
-    select = selecting(Newest(), HALF, sinks=4, per="layer")
+    select = make_selection(Newest(), HALF, sinks=4, per="layer")
     choose = jax.jit(functools.partial(select.choose, slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
     for public in pressed("streaming"):
@@ -151,7 +151,7 @@ def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
     block, seen = prompt()
     own = scored(SNAPKV)
     rescored = jax.jit(functools.partial(ByOutput().scores, spec=SPEC))
-    ours = np.asarray(rescored(block, jnp.asarray(own)[None], seen._replace(output=output())))[0]
+    ours = np.asarray(rescored(block, jnp.asarray(own)[None], seen._replace(output_projection=output())))[0]
     public = pressed("criticalkv")
     first = public == np.finfo(np.float32).max
     for head, chosen in zip(own, first, strict=True):
@@ -166,9 +166,9 @@ def test_the_attention_of_a_repetition_is_that_of_kvpress(plus):
     again = {name: jnp.asarray(stored()[f"again/{name}"])[None] for name in ("q", "k", "hidden")}
     pos = T + jnp.arange(T, dtype=jnp.int32)[None]
     extra = {"output": output(), "hidden": again["hidden"][:, None]} if plus else {}
-    fresh = Block(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
-    look = jax.jit(functools.partial(Repeated(plus=plus).look, spec=SPEC))
-    ours = look(block, jnp.int32(0), Obs(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]
+    fresh = KVBlock(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
+    look = jax.jit(functools.partial(Repeated(plus=plus).update_scores, spec=SPEC))
+    ours = look(block, jnp.int32(0), Observation(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]
     assert_close(np.asarray(ours), pressed("kvzip_plus" if plus else "kvzip"))
 
 
@@ -180,11 +180,11 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
     window is that of ours, 32 queries.
     """
     block, seen = prompt()
-    codec, stays = Thin(1 - percent / 100, queries=32), stored()[f"think/{percent}"]
+    codec, stays = Thin(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
 
     @jax.jit
     def held(k, pos, seen):
-        few = codec.begin(k, pos, seen)
+        few = codec.encode_prompt(k, pos, seen)
         return few.channels, codec.decode(few)
 
     channels, keys = held(block.k, block.pos, seen)
@@ -201,13 +201,13 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
     """
     block, _ = prompt()
     kept, scores = stored()["cam/kept"], jnp.asarray(pressed("observed"))[None]
-    choice = Choice(jnp.asarray(kept)[None, None], Scores(scores[:, :, None], scores))
-    there = Block(block.k[:, :, kept], block.v[:, :, kept], block.pos[:, :, kept])
+    choice = SelectedSlots(jnp.asarray(kept)[None, None], Scores(scores[:, :, None], scores))
+    there = KVBlock(block.k[:, :, kept], block.v[:, :, kept], block.pos[:, :, kept])
 
     @jax.jit
     def merged(number):
         monkeypatch.setattr(sys.modules[Spread.__module__], "_chance", lambda *_: number)
-        return Spread(window=4)(block, there, choice, SPEC).v[0]
+        return Spread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):
         np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)

@@ -12,9 +12,9 @@ import pytest
 import kvjax
 from kvjax.core.attention import NEG
 from kvjax.core.types import KvjaxError
+from kvjax.engine.sampling import SamplingParams, filtered, row_keys, sample
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.engine.sampling import SamplingParams, filtered, row_keys, sample
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 from tests.test_chat import CHATML

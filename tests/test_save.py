@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.parts import Method, Scorer, by_tokens, selecting
-from kvjax.run import archive, save
+from kvjax.generation import archive, save
+from kvjax.parts import load_methods
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)
@@ -76,22 +76,36 @@ def test_a_method_without_a_string_has_to_be_passed(tmp_path):
     assert kvjax.resume(MODEL, path, own).method == own
 
 
-def signed(sign: float) -> Method:
-    """A method of one's own whose string says nothing of the code's number."""
+OWN = """
+import dataclasses
 
-    @dataclasses.dataclass(frozen=True)
-    class Own(Scorer):
-        def scores(self, block, seen, spec):
-            return by_tokens(sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+import jax.numpy as jnp
 
-    return Method(select=selecting(Own(), 16))
+from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
 
 
-def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path):
-    path = kvjax.read(MODEL, DOCUMENTS, signed(1.0), room=32).save(tmp_path / "context")
-    assert kvjax.resume(MODEL, path, signed(1.0)).rows == len(DOCUMENTS)
+@dataclasses.dataclass(frozen=True)
+class Own(Scorer):
+    def scores(self, block, seen, spec):
+        return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+
+
+@recipe("an idea of mine")
+def own(budget: int = 16) -> Method:
+    return Method(select=make_selection(Own(), budget))
+"""
+
+
+def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_catalogue):
+    file = tmp_path / "own_of_a_saved_context.py"
+    file.write_text(OWN.format(sign="+"))
+    load_methods(file)
+    path = kvjax.read(MODEL, DOCUMENTS, "own", room=32).save(tmp_path / "context")
+    assert kvjax.resume(MODEL, path).rows == len(DOCUMENTS)
+    file.write_text(OWN.format(sign="-"))
+    load_methods(file)
     with pytest.raises(KvjaxError, match="when its code or values were others; read the documents again"):
-        kvjax.resume(MODEL, path, signed(-1.0))
+        kvjax.resume(MODEL, path)
 
 
 def test_what_is_no_saved_context_says_so(tmp_path):

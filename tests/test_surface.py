@@ -16,7 +16,7 @@ import kvjax
 from kvjax.methods.catalogue import RECIPES, is_ours, load_all
 
 ROOT = Path(__file__).parents[1]
-NAMED = ("cache_ops", "cachegen", "eval", "methods", "parts", "reuse", "speculative", "testing")
+NAMED = ("cache_ops", "cachegen", "errors", "eval", "functional", "methods", "parts", "reuse", "speculative", "testing")
 """The public modules below the top."""
 
 
@@ -64,7 +64,7 @@ import json, sys
 import kvjax
 none = {count}
 kvjax.KvjaxError
-print(json.dumps([none, "kvjax.core.types" in sys.modules, "flax" in sys.modules, "kvjax.run" in sys.modules]))
+print(json.dumps([none, "kvjax.core.types" in sys.modules, "flax" in sys.modules, "kvjax.generation" in sys.modules]))
 """
     assert asked(code) == [0, True, False, False]
 

@@ -39,7 +39,7 @@ A method composes with every method except those in its row.
 |---|---|---|
 {rows}
 
-- Methods that fill `represent`, `merge`, `shares` or `apart` may need a selection to stand on, as in
+- Methods that fill `representatives`, `merge`, `layer_budgets` or `side_store` may need a selection to stand on, as in
   `snapkv:budget=256 + kvcrush`. Such a pair composes together with a selection.
 - `specache + kivi` keeps the host's tokens in low bits too; `offload + x` places on the host what `x` holds.
 

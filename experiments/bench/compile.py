@@ -27,7 +27,7 @@ import kvjax
 from experiments.bench.common import integers, machine, progress, report, table
 from experiments.bench.shapes import SHAPES
 from kvjax.core import compile_cache
-from kvjax.run.session import LOOPS
+from kvjax.generation.session import LOOPS
 
 METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
 STAGES = {

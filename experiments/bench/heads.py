@@ -23,8 +23,8 @@ import kvjax
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours
 from experiments.bench.shapes import SHAPES, describe
-from kvjax.run.exact import Exact
 from kvjax.engine.layer_prompt import LayerPrompt
+from kvjax.generation.exact import Exact
 
 EQUAL = "equal heads"
 
@@ -40,7 +40,9 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
         return jax.random.normal(jax.random.fold_in(key, 3 * layer + which), shape, model.dtype)
 
     layers = [
-        Prompt(draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * spread[i, None, :, None, None, None].astype(model.dtype))
+        LayerPrompt(
+            draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * spread[i, None, :, None, None, None].astype(model.dtype)
+        )
         for i in range(c.layers)
     ]
     lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))

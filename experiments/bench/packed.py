@@ -24,7 +24,7 @@ from experiments.bench.common import interleaved, machine, progress, report, sum
 from experiments.bench.probes import read_probes
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.kernels import packed
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 
 K, G, H, GROUP = 8, 4, 128, 64  # key/value heads, query heads of each, channels, numbers that share a scale
 SIZES = {  # with and without a GPU
@@ -49,7 +49,7 @@ def layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
     k, v = codes(S // GROUP, H), codes(S, H // GROUP)
     dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.keys, k), (packed.values, v))]
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))
-    return {"packed": (k, v, pos), "dense": Block(*dense, pos), "jax": tuple(x.swapaxes(1, 2) for x in dense)}
+    return {"packed": (k, v, pos), "dense": KVBlock(*dense, pos), "jax": tuple(x.swapaxes(1, 2) for x in dense)}
 
 
 def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:

@@ -4,7 +4,7 @@ python -m experiments.bench.products [--shapes 768x2048,576x1536] [--rows 1,2,4,
 
 A program multiplies x [rows in] with a matrix [in out], what comes of it with one [out in], and so on with ever new
 ones, together too large for the caches, as a decode step does; the programs take turns. The last one is
-`kvjax.core.product.product`, which takes one row and a large matrix in parts. A whole step also has products that do
+`kvjax.core.matmul.matmul`, which takes one row and a large matrix in parts. A whole step also has products that do
 not wait for each other, so the log has whole models too.
 """
 
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
 from kvjax.core.arguments import float_type
-from kvjax.core.product import WITHOUT_PACKING, product
+from kvjax.core.matmul import WITHOUT_PACKING, matmul
 
 PASSES = 8
 Shape = tuple[int, int]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
-PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, WITHOUT_PACKING), "kvjax": (product, None)}
+PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, WITHOUT_PACKING), "kvjax": (matmul, None)}
 """By name, what multiplies, and what the compiler is told."""
 
 

@@ -33,7 +33,6 @@ from kvjax import KvjaxError
 from kvjax.core.arguments import dtype_name
 from kvjax.methods.strings import split_many
 from kvjax.models import Config
-from kvjax.run.loop import UNTIL
 
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
 METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
@@ -143,8 +142,11 @@ def measured(config: Config, dtype: str, method: str, tokens: int, topology: str
     model = kvjax.random_model(config, dtype=dtype)
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
     decoding = kvjax.read(model, ids, method, room=NEW).start(max_new_tokens=NEW, loop="while")
-    arguments = decoding.arguments() | {"limit": decoding.carry.i}
-    compiled = compiled_for(topology, UNTIL, arguments) if topology else UNTIL.lower(**arguments).compile()
+    program, arguments = decoding.loop_program()
+    if topology:
+        compiled = compiled_for(topology, program, arguments, static=("target",))
+    else:
+        compiled = program.lower(**arguments).compile()
     sizes = compiled.memory_analysis()
     found = dataclasses.asdict(Step.of(compiled.as_text()))
     found |= {"device_bytes": sizes.argument_size_in_bytes, "host_bytes": sizes.host_argument_size_in_bytes}

@@ -21,8 +21,8 @@ from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
-from kvjax.cache.contract import LayerSpec, Needs
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import LayerSpec, Needs
 
 # Size, and the average of 10 LongBench tasks for Mistral-7B-Instruct-v0.2 and LLaMA-3-8B-Instruct (Table 2).
 COLUMNS = ("size", "Mistral", "LLaMA-3")
@@ -45,7 +45,7 @@ class StreamedLayer(MethodLayer):
     @property
     def needs(self) -> Needs:
         """What the method asks for, and the prompt in chunks."""
-        return dataclasses.replace(super().needs, chunk=64)
+        return dataclasses.replace(super().needs, prompt_chunk=64)
 
 
 @dataclasses.dataclass(frozen=True)

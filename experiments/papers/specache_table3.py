@@ -23,8 +23,8 @@ from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError, Method
-from kvjax.models.checkpoint import parameter_shapes
 from kvjax.engine.plan import bind
+from kvjax.models.checkpoint import parameter_shapes
 
 GIB = 2**30
 CONFIG = MODELS["Mistral-7B"].config
@@ -44,7 +44,7 @@ def weight_bytes(config: Config, itemsize: int = 2) -> int:
 
 def step_bytes(config: Config, method: Method, context: int) -> int:
     """What one row of a decode step holds beside its cache: one layer's scores and weights, activations, logits."""
-    tokens = 1 + max(layer.needs.guesses for layer in bind(method, config))
+    tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))
     scores = 2 * 4 * config.heads * context
     activations = 2 * (4 * config.width + 2 * config.mlp_width)
     return tokens * (scores + activations + 4 * config.vocab_size)

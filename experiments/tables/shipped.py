@@ -17,9 +17,9 @@ import kvjax
 from kvjax.cache import given
 from kvjax.cache.given import FOLDER
 from kvjax.cache.tables import KINDS, Kind
-from kvjax.methods.catalogue import load_all
-from kvjax.run.calibrate import arrays
 from kvjax.engine.plan import specs
+from kvjax.generation.calibrate import arrays
+from kvjax.methods.catalogue import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 from tests.contract import layer
@@ -29,7 +29,8 @@ REAL = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
 REAL_CONTEXTS = 8
 EXAMPLES = {
     "example.safetensors": layer.spec(),
-    "example_devices.safetensors": dataclasses.replace(layer.spec(), kv_heads=4),  # of tests/contract/test_devices.py
+    # of tests/contract/test_devices.py
+    "example_devices.safetensors": dataclasses.replace(layer.spec(), num_kv_heads=4),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
@@ -15,13 +16,32 @@ from rich.table import Table
 
 import kvjax
 from experiments.testbed import ngram
-from kvjax.eval.run import harness
+from kvjax.cache.accounting import CacheBytes
+from kvjax.cache.protocol import KVMethod
+from kvjax.generation.calls import log_probs
 from kvjax.models.model import Model
-from kvjax.run.calls import log_probs
 from kvjax.testbed import corpus, tasks
 
 LENGTHS = (512, 1024, 2048, 4096)
 SEED = 2**32  # training seeds are below
+
+
+def answers(
+    model: Model, method: str | KVMethod, instances: Sequence[tasks.Instance]
+) -> tuple[list[list[bool]], CacheBytes]:
+    """Whether each question of each instance is answered exactly, greedily, by what is held of its context alone.
+
+    The instances form one batch and must have equally many questions. Returns also the bytes that the contexts take.
+    """
+    longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
+    context = kvjax.read(model, [i.context for i in instances], method, room=longest)
+    right: list[list[bool]] = [[] for _ in instances]
+    for asked in zip(*(i.questions for i in instances), strict=True):
+        new = max(len(q.answer) for q in asked)
+        out = context.ask([q.prompt for q in asked], max_new_tokens=new, eos_ids=())
+        for row, q, tokens in zip(right, asked, out.tokens, strict=True):
+            row.append(q.right(tokens))
+    return right, context.bytes
 
 
 def recall(model: Model, task: str, length: int, instances: int) -> dict[str, float]:
@@ -31,7 +51,7 @@ def recall(model: Model, task: str, length: int, instances: int) -> dict[str, fl
     for i in range(instances):
         rng = np.random.default_rng([SEED, list(tasks.TASKS).index(task), length, i])
         instance = tasks.TASKS[task](rng, length, fillers[i % 2])
-        right += harness.answers(model, kvjax.methods.full(), [instance])[0][0]
+        right += answers(model, kvjax.methods.full(), [instance])[0][0]
     return {"accuracy": float(np.mean(right)), "questions": len(right)}
 
 

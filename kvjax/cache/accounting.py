@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core import memory
 
 KINDS = ("device", "pinned_host")

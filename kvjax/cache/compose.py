@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cache.contract import KVMethod
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import IncompatibleMethod, SlotTaken
 
 

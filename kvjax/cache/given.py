@@ -18,13 +18,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.files import replacing
 from kvjax.core.types import KvjaxError
 
 FORMAT = "kvjax-table-1"
-SHAPE = ("layers", "kv_heads", "groups", "head_dim")
-"""What the file's metadata say of the model, by the names that `LayerSpec` has for it."""
+SHAPE = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
+"""What the file's metadata say of the model, and the field of `LayerSpec` that each is."""
 
 SHIPPED = "shipped"
 """The path that stands for the tables that ship with kvjax: the one that fits the model."""
@@ -42,9 +42,12 @@ class Given:
 
     path: str = dataclasses.field(compare=False)
     kind: str
-    digest: str = dataclasses.field(init=False, repr=False)
+    digest: str = dataclasses.field(default="", repr=False)
+    index: int | None = None  # of the layer, from `at`
 
     def __post_init__(self):
+        if self.digest:
+            return
         try:
             contents = [file.read_bytes() for file in self._files()]
         except OSError as e:
@@ -59,25 +62,29 @@ class Given:
             return [Path(self.path)]
         return sorted((FOLDER / self.kind).glob("*.safetensors"))
 
+    def at(self, spec: LayerSpec) -> Given:
+        """The arrays of one layer alone; it has compiled programs of its own, of which they are constants."""
+        return dataclasses.replace(self, index=spec.index)
+
     def of(self, spec: LayerSpec, **shapes: tuple[int | None, ...]) -> dict[str, np.ndarray]:
         """The arrays of one layer, each of the shape that is asked for, None for any size.
 
         Raises KvjaxError for another kind of table, one of another model, a missing array or one of another shape.
         """
-        arrays = self._arrays(spec)
+        arrays, index = self._arrays(spec), spec.index if self.index is None else self.index
         found = {}
         for name, shape in shapes.items():
-            array = arrays.get(f"{spec.index}.{name}")
+            array = arrays.get(f"{index}.{name}")
             if array is None:
-                raise KvjaxError(f"{self.path} has no array `{spec.index}.{name}`; make the table anew")
+                raise KvjaxError(f"{self.path} has no array `{index}.{name}`; make the table anew")
             if not _fits(array.shape, shape):
                 wanted = ", ".join("any" if n is None else str(n) for n in shape)
                 raise KvjaxError(
-                    f"`{spec.index}.{name}` of {self.path} has shape {array.shape}, expected ({wanted}); make the "
+                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({wanted}); make the "
                     "table anew for this model"
                 )
             if not np.isfinite(array).all():
-                raise KvjaxError(f"`{spec.index}.{name}` of {self.path} holds a number that is not finite")
+                raise KvjaxError(f"`{index}.{name}` of {self.path} holds a number that is not finite")
             found[name] = array
         return found
 
@@ -89,9 +96,9 @@ class Given:
             return arrays
         for file in self._files():
             metadata, arrays = _content(str(file), self.digest)
-            if all(metadata.get(name) == str(getattr(spec, name)) for name in SHAPE):
+            if all(metadata.get(name) == str(getattr(spec, SHAPE[name])) for name in SHAPE):
                 return arrays
-        shape = ", ".join(f"{name}={getattr(spec, name)}" for name in SHAPE)
+        shape = ", ".join(f"{name}={getattr(spec, SHAPE[name])}" for name in SHAPE)
         raise KvjaxError(
             f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
             f"{self.kind}`, and give its path as table=..."
@@ -102,10 +109,10 @@ class Given:
             is_kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {is_kind}, and one of {self.kind} is needed")
         for name in SHAPE:
-            if metadata.get(name) != str(getattr(spec, name)):
+            if metadata.get(name) != str(getattr(spec, SHAPE[name])):
                 raise KvjaxError(
                     f"{self.path} was made for a model of {name}={metadata.get(name)}, and this one has "
-                    f"{name}={getattr(spec, name)}; make a table for this model, as with `kvjax calibrate`"
+                    f"{name}={getattr(spec, SHAPE[name])}; make a table for this model, as with `kvjax calibrate`"
                 )
 
 
@@ -116,14 +123,14 @@ def write(
 
     source: where the arrays come from, for those who look into the file. Raises KvjaxError for a wrong number of sets.
     """
-    if len(layers) != spec.layers:
-        raise KvjaxError(f"{len(layers)} sets of arrays for {spec.layers} layers; give one per layer")
+    if len(layers) != spec.num_layers:
+        raise KvjaxError(f"{len(layers)} sets of arrays for {spec.num_layers} layers; give one per layer")
     path = Path(path)
     arrays = {
         f"{i}.{name}": np.ascontiguousarray(array) for i, layer in enumerate(layers) for name, array in layer.items()
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
-    metadata |= {name: str(getattr(spec, name)) for name in SHAPE}
+    metadata |= {name: str(getattr(spec, SHAPE[name])) for name in SHAPE}
     with replacing(path) as file:
         file.write(save(arrays, metadata))
     return path

@@ -20,7 +20,7 @@ def level_slots(level: str, page: int) -> dict[str, Any]:
       page: slots of the pages in which heads of unequal length are held.
 
     Returns:
-      The values of `apart` and `shares`; none for "head".
+      The values of `side_store` and `layer_budgets`; none for "head".
 
     Raises:
       KvjaxError: for another level.
@@ -30,5 +30,5 @@ def level_slots(level: str, page: int) -> dict[str, Any]:
     if level == "head":
         return {}
     if level == "layer":
-        return {"apart": Pages(BestOfLayer(), page)}
-    return {"apart": Pages(BestOfModel(), page), "shares": ModelRanking()}
+        return {"side_store": Pages(BestOfLayer(), page)}
+    return {"side_store": Pages(BestOfModel(), page), "layer_budgets": ModelRanking()}

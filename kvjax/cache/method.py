@@ -7,20 +7,22 @@ import functools
 import typing
 from typing import Any
 
-from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerSpec, Traits
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.decode.policy import Policy
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader
-from kvjax.cache.select.merge import Merge
-from kvjax.cache.select.represent import Represent
-from kvjax.cache.select.rescore import Rescore
-from kvjax.cache.select.select import Select
-from kvjax.cache.select.shares import LayerShares
+from kvjax.cache.select.budget_allocation import LayerBudgets
+from kvjax.cache.select.budgets import budgets_of_layers
+from kvjax.cache.select.merging import MergeRule
+from kvjax.cache.select.representatives import Representatives
+from kvjax.cache.select.rescoring import SecondStageScorer
+from kvjax.cache.select.selection import Selection
+from kvjax.cache.side_store import SideStore
 from kvjax.cache.slot_values import check_hashable, check_kind
-from kvjax.core.attention import Pattern
+from kvjax.core.attention import AttentionPattern
 from kvjax.core.types import KvjaxError
 
 
@@ -28,10 +30,10 @@ from kvjax.core.types import KvjaxError
 class Method:
     """What is stored where, and what a query reads: slots that compose, each with a default that changes nothing.
 
-    After the prompt. select: which of its tokens stay. rescore: by what other scores a part of these is chosen.
-    represent: a share of these that stands for the lost ones.
-    merge: what of the lost is folded into those that stay. shares: how the budget is divided among all layers.
-    apart: tokens that are held in a store of their own, by head or in fewer bits.
+    After the prompt. select: which of its tokens stay. second_stage: by what other scores a part of these is chosen.
+    representatives: a share of these that stands for the lost ones.
+    merge: what of the lost is folded into those that stay. layer_budgets: how the budget is divided among all layers.
+    side_store: tokens that are held in a store of their own, by head or in fewer bits.
     While decoding. decode: the policy that says which tokens leave; without one, all that is decoded stays.
     positions: "true", or "cache", where a token's position is its index among those held (StreamingLLM).
     Holding and reading. k, v: codecs of keys and values, and where they lie. read: which slots a query reads.
@@ -39,18 +41,18 @@ class Method:
     device_layers: so many first layers stay on the device and are read in full (KCache, section 4.1).
     """
 
-    select: Select | None = None
-    rescore: Rescore | None = None
-    represent: Represent | None = None
-    merge: Merge | None = None
-    shares: LayerShares | None = None
-    apart: Apart | None = None
+    select: Selection | None = None
+    second_stage: SecondStageScorer | None = None
+    representatives: Representatives | None = None
+    merge: MergeRule | None = None
+    layer_budgets: LayerBudgets | None = None
+    side_store: SideStore | None = None
     decode: Policy | None = None
     positions: str = "true"
     k: Codec = Plain()
     v: Codec = Plain()
     read: Reader = Full()
-    attend: Pattern | None = None
+    attend: AttentionPattern | None = None
     device_layers: int = 0
     recipe: str = dataclasses.field(default="", compare=False)  # the string that made it, as `name_of` checks
 
@@ -77,25 +79,32 @@ class Method:
             evicts=self.select is not None or self.decode is not None,
             exact=on_device == Method(),
             constant=self.decode is not None,
-            host=isinstance(self.k, Host) or isinstance(self.v, Host) or (self.apart is not None and self.apart.host),
+            host=isinstance(self.k, Host)
+            or isinstance(self.v, Host)
+            or (self.side_store is not None and self.side_store.host),
             after_prompt=self.select is not None,
         )
 
     def bind(self, spec: LayerSpec) -> MethodLayer:
         """The method in one layer; raises for slots that cannot work together."""
-        if self.device_layers > spec.layers:
+        if self.device_layers > spec.num_layers:
             raise KvjaxError(
-                f"device_layers={self.device_layers} but the model has {spec.layers} layers; use 0..{spec.layers}"
+                f"device_layers={self.device_layers} but the model has {spec.num_layers} layers; use "
+                f"0..{spec.num_layers}"
             )
-        select = None if self.select is None else self.select.at(spec)
-        here = dataclasses.replace(self, select=select, device_layers=0, recipe="")
+        given = dataclasses.replace(self, device_layers=0, recipe="")
         if spec.index < self.device_layers:
-            here = dataclasses.replace(here, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        here = dataclasses.replace(here, k=here.k.at(spec), v=here.v.at(spec))
-        MethodLayer(here, spec).check()
-        apart = None if self.apart is None else self.apart.at(spec)
-        here = dataclasses.replace(here, apart=apart)
-        return MethodLayer(here if apart is None else apart.bind_budget(here, spec), spec)
+            given = dataclasses.replace(given, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        here = bind_fields(given, spec)
+        budgets: tuple[int | None, ...] = ()
+        if self.layer_budgets is not None and self.select is not None:
+            budgets = tuple(budget.most() for budget in budgets_of_layers(self.select.budget, spec))
+        # These two are checked as they were given: in some layers they do nothing, and would be refused only in others.
+        checked = dataclasses.replace(here, side_store=given.side_store, read=given.read)
+        MethodLayer(checked, spec.without_index, budgets).check()
+        if here.side_store is not None and self.select is not None:
+            here = here.side_store.bind_budget(here, self.select.budget, spec)
+        return MethodLayer(here, spec.without_index, budgets)
 
 
 @functools.cache

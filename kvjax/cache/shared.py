@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import KVMethod, Layer, LayerSpec, Needs, Traits
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Needs, Traits
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.states import as_one, as_rows
 from kvjax.core import memory
 from kvjax.core.attention import NEG, attend_dense, combine, merge
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
 
 
 @pytree
@@ -41,8 +41,8 @@ class Shared:
     prefix, which changes no product of theirs; and what a policy weighs are a row's own tokens among themselves.
     """
 
-    prefix: Layer
-    own: Layer
+    prefix: BoundLayer
+    own: BoundLayer
 
     @property
     def spec(self) -> LayerSpec:
@@ -55,20 +55,27 @@ class Shared:
         return self.own.needs
 
     @property
-    def parts(self) -> tuple[Layer, Layer]:
+    def parts(self) -> tuple[BoundLayer, BoundLayer]:
         """The layers whose states come first in its own, in this order."""
         return self.prefix, self.own
 
-    def slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots for a row's own tokens."""
-        return self.own.slots(prompt, room)
+        return self.own.num_slots(prompt_tokens, headroom_tokens)
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
         """Not of a bare prompt: raises KvjaxError, see `begin`."""
         raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).share(documents)")
 
     def begin(
-        self, prefix: Any, before: Array, members: Array | None, q: Array, block: Block, seen: Obs | None, slots: int
+        self,
+        prefix: Any,
+        before: Array,
+        members: Array | None,
+        q: Array,
+        block: KVBlock,
+        observation: Observation | None,
+        slots: int,
     ) -> tuple[Array, SharedState]:
         """Prompts behind before i32[B] tokens of their prefixes -> (out, the state); their positions begin at 0."""
         q_pos = block.pos[:, 0]
@@ -78,27 +85,35 @@ class Shared:
 
         part = self._of_prefix(prefix, members, q, moved(q_pos, before))
         out = merge([part, by_query_blocks(attend, q, q_pos, 128)])
-        return out, SharedState(prefix, self.own.prefill(block, seen, slots), before, members)
+        return out, SharedState(prefix, self.own.prefill(block, observation, slots), before, members)
 
-    def extend(self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Any, Any]:
-        """`Layer.extend`; fresh tokens become the rows' own."""
-        return self._extended(state, q, fresh, commit, carry)
-
-    def extend_beside(
-        self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    def extend(
+        self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> tuple[Array, Any, Any]:
-        """`Shareable.extend_beside`."""
-        return self._extended(state, q, fresh, commit, carry, beside)
+        """`BoundLayer.extend`; fresh tokens become the rows' own."""
+        return self._extended(state, q, new, commit, cross_layer)
+
+    def extend_with_prefix(
+        self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+    ) -> tuple[Array, Any, Any]:
+        """`Shareable.extend_with_prefix`."""
+        return self._extended(state, q, new, commit, cross_layer, other_partial)
 
     def _extended(
-        self, state: SharedState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial | None = None
+        self,
+        state: SharedState,
+        q: Array,
+        new: KVBlock,
+        commit: int,
+        cross_layer: Any,
+        other_partial: Partial | None = None,
     ) -> tuple[Array, Any, Any]:
         with jax.named_scope("shared"):
-            part = self._of_prefix(state.prefix, state.members, q, fresh.pos[:, 0])
-        part = part if beside is None else combine(beside, part)
-        fresh = dataclasses.replace(fresh, pos=moved(fresh.pos, -state.before))
-        out, own, carry = self.own.extend_beside(state.own, q, fresh, commit, carry, part)
-        return out, dataclasses.replace(state, own=own), carry
+            part = self._of_prefix(state.prefix, state.members, q, new.pos[:, 0])
+        part = part if other_partial is None else combine(other_partial, part)
+        new = dataclasses.replace(new, pos=moved(new.pos, -state.before))
+        out, own, cross_layer = self.own.extend_with_prefix(state.own, q, new, commit, cross_layer, part)
+        return out, dataclasses.replace(state, own=own), cross_layer
 
     def partial(self, state: SharedState, q: Array, q_pos: Array) -> Partial:
         """`Shareable.partial`: a prefix that shares a prefix."""
@@ -149,19 +164,19 @@ class Shared:
         before = as_one(None, [state.before for state in states])
         return SharedState(states[0].prefix, as_one(self.own, [state.own for state in states]), before, None)
 
-    def undoable(self, state: SharedState) -> Array:
+    def max_rollback(self, state: SharedState) -> Array:
         """i32[B]: of the rows' own tokens."""
-        return self.own.undoable(state.own)
+        return self.own.max_rollback(state.own)
 
     def crop(self, state: SharedState, count: Array) -> SharedState:
         """`Croppable.crop`, of the rows' own tokens."""
         return dataclasses.replace(state, own=self.own.crop(state.own, count))
 
-    def held(self, state: SharedState) -> Block:
+    def held(self, state: SharedState) -> KVBlock:
         """`Editable.held`, of the rows' own tokens."""
         return self.own.held(state.own)
 
-    def appended(self, state: SharedState, block: Block) -> SharedState:
+    def appended(self, state: SharedState, block: KVBlock) -> SharedState:
         """`Editable.appended`."""
         return dataclasses.replace(state, own=self.own.appended(state.own, block))
 
@@ -169,9 +184,9 @@ class Shared:
         """Raises IncompatibleMethod unless all its parts can be read by queries of other rows."""
         self.own.check_shared()
 
-    def check_beside(self) -> None:
+    def check_with_prefix(self) -> None:
         """Raises IncompatibleMethod unless the rows' own method can work behind a prefix."""
-        self.own.check_beside()
+        self.own.check_with_prefix()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +211,7 @@ class Behind:
     def bind(self, spec: LayerSpec) -> Shared:
         """Both in one layer; raises IncompatibleMethod where a prefix or what is behind it cannot be held so."""
         prefix, own = self.prefix.bind(spec), self.own.bind(spec)
-        for layer, member in ((prefix, "check_shared"), (own, "check_beside")):
+        for layer, member in ((prefix, "check_shared"), (own, "check_with_prefix")):
             check = getattr(layer, member, None)
             if check is None:
                 name = type(layer).__name__

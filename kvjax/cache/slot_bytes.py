@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.contract import unnumbered
 from kvjax.core import memory
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock
 
 MOST_KNOWN = 65_536
 """Results that are remembered: every length of a text that grows is one for each distinct layer."""
@@ -32,23 +31,23 @@ def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict
       Bytes by memory kind, of one sequence and all its heads.
     """
 
-    def keep(block: Block, queries: Obs) -> Any:
+    def keep(block: KVBlock, queries: Observation) -> Any:
         # A prompt that is fed through the method is stored before any query has been seen.
-        observes = layer.needs.observes and not layer.needs.chunk
-        k, v, aux = layer.stored(block, queries if observes else None)
+        observes = layer.needs.observes and not layer.needs.prompt_chunk
+        k, v, reader_state = layer.stored(block, queries if observes else None)
         if not filled:
-            return k, v, aux
-        return layer.k.filled(k, slots), layer.v.filled(v, slots), layer.method.read.filled(aux, slots)
+            return k, v, reader_state
+        return layer.k.filled(k, slots), layer.v.filled(v, slots), layer.method.read.filled(reader_state, slots)
 
     def trace() -> Any:
-        spec, wanted = layer.spec, layer.needs.queries
+        spec, wanted = layer.spec, layer.needs.observed_queries
         asked = slots if wanted is None else wanted
-        rows = jax.ShapeDtypeStruct((1, spec.kv_heads, slots, spec.head_dim), dtype)
-        q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.groups, asked, spec.head_dim), dtype)
-        block = Block(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
-        return jax.make_jaxpr(keep)(block, Obs(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
+        rows = jax.ShapeDtypeStruct((1, spec.num_kv_heads, slots, spec.head_dim), dtype)
+        q = jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.num_groups, asked, spec.head_dim), dtype)
+        block = KVBlock(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
+        return jax.make_jaxpr(keep)(block, Observation(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
 
-    return remembered((unnumbered(layer), slots, dtype, filled), trace)
+    return remembered((layer, slots, dtype, filled), trace)
 
 
 def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:

@@ -18,7 +18,7 @@ def check_kind(slot: str, value: Any, kind: Any) -> None:
         return
     if isinstance(value, Scorer):
         name = type(value).__name__
-        raise KvjaxError(f"{slot} is a scorer; kvjax.parts.selecting({name}(...), budget) makes a selection of it")
+        raise KvjaxError(f"{slot} is a scorer; kvjax.parts.make_selection({name}(...), budget) makes a selection of it")
     wanted = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
     raise KvjaxError(f"{slot} must be a {wanted}, got {value!r:.80}")
 

@@ -1,6 +1,6 @@
 """What can be done with a state as a whole: what a layer may offer beside the contract, and what `kvjax.Method` does.
 
-None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.run.states` say so. Rows need no
+None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.generation.states` say so. Rows need no
 member at all, since every array of a state has B first.
 """
 
@@ -14,68 +14,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Layer, LayerState
-from kvjax.cache.fates import off
+from kvjax.cache.protocol import BoundLayer, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.select.units import gather
 from kvjax.cache.slot_bytes import bytes_beyond, slot_bytes
+from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import combine
-from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
 
 KEEP = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
 
 
-class Croppable(Layer, Protocol):
+class Croppable(BoundLayer, Protocol):
     """A layer that can take back its last tokens."""
 
-    def undoable(self, state: Any) -> Array:
+    def max_rollback(self, state: Any) -> Array:
         """i32[B]: how many of each row's last tokens can be taken back exactly; raises IncompatibleMethod if none."""
 
     def crop(self, state: Any, count: Array) -> Any:
-        """The state without the last count i32[B] tokens of each row, which are no more than `undoable`."""
+        """The state without the last count i32[B] tokens of each row, which are no more than `max_rollback`."""
 
 
 class Editable(Croppable, Protocol):
     """A layer whose tokens can be taken out and put in again."""
 
-    def held(self, state: Any) -> Block:
+    def held(self, state: Any) -> KVBlock:
         """What the slots hold: keys with the rotation of their positions, and values."""
 
-    def appended(self, state: Any, block: Block) -> Any:
+    def appended(self, state: Any, block: KVBlock) -> Any:
         """The state with tokens [B K T H] behind the last one, which nothing attends to as they come."""
 
 
-class Shareable(Layer, Protocol):
+class Shareable(BoundLayer, Protocol):
     """A layer whose state can be read by queries of other rows, and that can read beside such a state."""
 
     def partial(self, state: Any, q: Array, q_pos: Array) -> Partial:
         """Queries q [B K G T H] at q_pos i32[B T] over a state to which nothing is added."""
 
-    def extend_beside(
-        self, state: Any, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    def extend_with_prefix(
+        self, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
     ) -> tuple[Array, Any, Any]:
-        """`Layer.extend`, where the queries attend to other tokens too, which `beside` has."""
+        """`BoundLayer.extend`, where the queries attend to other tokens too, which `other_partial` has."""
 
     def check_shared(self) -> None:
         """Raises IncompatibleMethod unless `partial` can be asked for."""
 
-    def check_beside(self) -> None:
-        """Raises IncompatibleMethod unless `extend_beside` can be asked for."""
+    def check_with_prefix(self) -> None:
+        """Raises IncompatibleMethod unless `extend_with_prefix` can be asked for."""
 
 
-class Telling(Layer, Protocol):
-    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.fates`."""
+class Telling(BoundLayer, Protocol):
+    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.token_status`."""
 
-    def errors(self, state: Any, came: Block) -> tuple[Array, Array]:
+    def reconstruction_error(self, state: Any, exact: KVBlock) -> tuple[Array, Array]:
         """Of keys and of values f32[B K S], in the places of `positions`: how far what is read is from what came.
 
-        came [B K C H]: all tokens, each at its position. NaN where it cannot be told. It does not go by the place of
+        exact [B K C H]: all tokens, each at its position. NaN where it cannot be told. It does not go by the place of
         the layer among the others, so that layers that are alike may share a program.
         """
 
 
-class Sized(Layer, Protocol):
+class Sized(BoundLayer, Protocol):
     """A layer that tells which of its bytes no token fills; see `kvjax.cache.accounting`."""
 
     def empty_bytes(self, state: Any, dtype: str) -> dict[str, int]:
@@ -90,19 +90,19 @@ class StateOperations:
         # Counted by NumPy: a reduction by JAX would be compiled for every shape.
         used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
         empty = self._bytes_beyond(state, used.tolist(), dtype)
-        if state.apart is None:
+        if state.side_store is None:
             return empty
-        beside = self.method.apart.empty_bytes(state.apart)
+        beside = self.method.side_store.empty_bytes(state.side_store)
         return {kind: size + beside[kind] for kind, size in empty.items()}
 
     def planned_empty_bytes(self, state: LayerState, prompt: int, dtype: str) -> dict[str, int]:
         """`empty_bytes` of an abstract state, after prompts of so many tokens each."""
-        side, kept = self.method.apart, self.kept(prompt)
-        used = kept if side is None else side.body(kept)
+        side, kept = self.method.side_store, self.num_kept(prompt)
+        used = kept if side is None else side.num_main_slots(kept)
         empty = self._bytes_beyond(state, [min(used, state.pos.shape[2])] * state.pos.shape[0], dtype)
         if side is None:
             return empty
-        beside = side.planned_empty_bytes(state.apart, kept, prompt)
+        beside = side.planned_empty_bytes(state.side_store, kept, prompt)
         return {kind: size + beside[kind] for kind, size in empty.items()}
 
     def _bytes_beyond(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
@@ -112,17 +112,17 @@ class StateOperations:
             return {"device": 0, "pinned_host": 0}
         # Positions, biases and what a policy counts have one entry for each slot. Codes and summaries need not be
         # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
-        total = bytes_beyond((state.pos, state.bias, state.marks), slots, used)
+        total = bytes_beyond((state.pos, state.bias, state.policy_state), slots, used)
         every = slot_bytes(self, slots, dtype)
         for count in used:
             filled = slot_bytes(self, count, dtype, filled=True)
             total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
         return total
 
-    def undoable(self, state: LayerState) -> Array:
+    def max_rollback(self, state: LayerState) -> Array:
         """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""
         self._check_append_only("give back tokens")
-        bound = [codec.irrevocable(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
+        bound = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
         return state.n - jnp.maximum(*bound)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
@@ -130,21 +130,21 @@ class StateOperations:
         n = state.n - count
         slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
         state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
-        return dataclasses.replace(state, aux=self.method.read.crop(self, state))
+        return dataclasses.replace(state, reader_state=self.method.read.crop(self, state))
 
-    def held(self, state: LayerState) -> Block:
+    def held(self, state: LayerState) -> KVBlock:
         """Keys, rotated to their positions, and values of all slots."""
         self._check_append_only("be edited")
-        return Block(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
+        return KVBlock(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
 
-    def appended(self, state: LayerState, block: Block) -> LayerState:
+    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
         """The state with a block's tokens behind the last one of each row."""
         for name in ("k", "v", "read"):
             slot = getattr(self.method, name)
-            if slot.stepwise:
+            if slot.sequential_writes:
                 raise IncompatibleMethod(
                     f"slot `{name}`, {type(slot).__name__}, takes tokens one by one, as they are read, and cannot be "
-                    "edited; edit the text under `full`, which any method can then be made of (`kvjax.run.exact`)"
+                    "edited; edit the text under `full`, which any method can then be made of (`kvjax.generation.exact`)"
                 )
         # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
         there = memory.each(memory.to_device, state)
@@ -153,42 +153,45 @@ class StateOperations:
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Queries of any rows over all slots, and over what is held apart."""
         part = self.method.read.read(self, state, q, q_pos, None, None).part
-        return combine(part, self.method.apart.read(self, state, q, q_pos)) if self.method.apart else part
+        return combine(part, self.method.side_store.read(self, state, q, q_pos)) if self.method.side_store else part
 
-    def extend_beside(
-        self, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, beside: Partial
+    def extend_with_prefix(
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
     ) -> tuple[Array, LayerState, Any]:
-        """`extend`, where the queries attend to other tokens too, which `beside` has."""
+        """`extend`, where the queries attend to other tokens too, which `other_partial` has."""
 
-        def at_once(state: LayerState, q: Array, fresh: Block, commit: int, both: Any):
-            carry, beside = both
-            return self._at_once(state, q, fresh, commit, carry, Partial(*(jnp.moveaxis(x, 2, 3) for x in beside)))
+        def at_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
+            cross_layer, other_partial = both
+            return self._at_once(
+                state, q, new, commit, cross_layer, Partial(*(jnp.moveaxis(x, 2, 3) for x in other_partial))
+            )
 
-        both = carry, Partial(*(jnp.moveaxis(x, 3, 2) for x in beside))  # as a carry is: with T as axis 2
-        return self._in_steps(at_once, state, q, fresh, commit, both)
+        both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))  # as a carry is: with T as axis 2
+        return self._in_steps(at_once, state, q, new, commit, both)
 
-    def errors(self, state: LayerState, came: Block) -> tuple[Array, Array]:
+    def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """Of the slots, then of what is held apart: how far what is read is from what came, of keys and of values."""
-        here = gather(came, state.pos)
-        keys = off(self.k.decode(state.k), self.as_held(here))
-        values = off(self.v.decode(state.v), here.v)
-        if state.apart is None:
+        here = gather(exact, state.pos)
+        keys = relative_error(self.k.decode(state.k), self.as_held(here))
+        values = relative_error(self.v.decode(state.v), here.v)
+        if state.side_store is None:
             return keys, values
-        there = gather(came, self.method.apart.positions(state.apart))
-        read = self.method.apart.shown(self, state.apart)
+        there = gather(exact, self.method.side_store.positions(state.side_store))
+        read = self.method.side_store.visible_block(self, state.side_store)
         if read is None:
             other_keys = other_values = jnp.full(there.k.shape[:3], jnp.nan)
         else:
-            other_keys, other_values = off(read.k, there.k), off(read.v, there.v)
+            other_keys, other_values = relative_error(read.k, there.k), relative_error(read.v, there.v)
         return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
 
     def check_shared(self) -> None:
         """A prefix is read in full, and stays as it is."""
         m = self.method
-        if self.needs.neighbour:
+        if self.needs.paired_layer:
             raise IncompatibleMethod(
-                f"a prefix that rows share is read layer by layer, and slot `apart`, {type(m.apart).__name__}, holds "
-                "what two layers share once for both; read the prefix under another method, such as 'full'"
+                "a prefix that rows share is read layer by layer, and slot `side_store`, "
+                f"{type(m.side_store).__name__}, holds what two layers share once for both; read the prefix under "
+                "another method, such as 'full'"
             )
         if m.decode is not None or not isinstance(m.read, Full):
             name = "read" if m.decode is None else "decode"
@@ -198,18 +201,18 @@ class StateOperations:
                 "such as 'full', and its documents under this one"
             )
 
-    def check_beside(self) -> None:
+    def check_with_prefix(self) -> None:
         """Rows have tokens of their own, at true positions, seen whole."""
         m = self.method
         reasons = (
             ("positions", m.positions != "true", "positions inside the cache would be those of the shared tokens too"),
-            ("read", m.read.chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
+            ("read", m.read.prompt_chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
             ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
-            ("select", self.needs.probe is not None, "the whole prompt would be read a second time"),
-            ("apart", self.needs.neighbour != 0, "two layers would have to see each other's whole prompts"),
+            ("select", self.needs.replay is not None, "the whole prompt would be read a second time"),
+            ("side_store", self.needs.paired_layer != 0, "two layers would have to see each other's whole prompts"),
             (
-                "shares",
-                m.shares is not None,
+                "layer_budgets",
+                m.layer_budgets is not None,
                 "layers would divide a budget that they measured on a part of the text (level=head divides none)",
             ),
         )
@@ -222,7 +225,7 @@ class StateOperations:
 
     def _check_append_only(self, what: str) -> None:
         m = self.method
-        for name in ("decode", "select", "apart"):
+        for name in ("decode", "select", "side_store"):
             if getattr(m, name) is not None:
                 raise IncompatibleMethod(
                     f"slot `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so that "
@@ -235,7 +238,7 @@ def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
     return memory.to_host(buffer) if other.host else buffer
 
 
-def as_rows(layer: Layer | None, state: Any, which: Array | np.ndarray) -> Any:
+def as_rows(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
     """Rows which i32[n] of a state, each as often as it is named; a layer with shared parts has a member for it."""
     own = getattr(layer, "rows", None)
     if own is not None:
@@ -243,7 +246,7 @@ def as_rows(layer: Layer | None, state: Any, which: Array | np.ndarray) -> Any:
     return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
 
 
-def as_one(layer: Layer | None, states: list[Any]) -> Any:
+def as_one(layer: BoundLayer | None, states: list[Any]) -> Any:
     """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
     own = getattr(layer, "joined", None)
     if own is not None:

@@ -9,34 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.protocol import LayerState
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
-Extend = Callable[[LayerState, Array, Block, int, Any], tuple[Array, LayerState, Any]]
-"""`Layer.extend`."""
+Extend = Callable[[LayerState, Array, KVBlock, int, Any], tuple[Array, LayerState, Any]]
+"""`BoundLayer.extend`."""
 
 
 def singly(
-    extend: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
 ) -> tuple[Array, LayerState, Any]:
     """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
 
-    def step(state: LayerState, xs: tuple[Array, Block, Any]):
-        q, (fresh, carry) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
-        out, state, carry = extend(state, q, fresh, 1, carry)
-        return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], carry))
+    def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
+        q, (new, cross_layer) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
+        out, state, cross_layer = extend(state, q, new, 1, cross_layer)
+        return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], cross_layer))
 
-    steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (fresh, carry)))
+    steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (new, cross_layer)))
     state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
     if commit < q.shape[3]:
         _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
         outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
-    out, carry = outs
-    return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), carry)
+    out, cross_layer = outs
+    return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer)
 
 
 def in_pieces(
-    extend: Extend, state: LayerState, q: Array, fresh: Block, commit: int, carry: Any, size: int
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, size: int
 ) -> tuple[Array, LayerState, Any]:
     """So many tokens at a time; those beyond `commit` come last, in a call of their own."""
     T, whole = q.shape[3], commit // size * size
@@ -46,10 +46,10 @@ def in_pieces(
             f"{T}; bring at most {size} that are not kept"
         )
 
-    def call(state: LayerState, tokens: tuple[Array, Block, Any], kept: int):
-        q, fresh, carry = tokens
-        out, state, carry = extend(state, jnp.moveaxis(q, 2, 3), fresh, kept, carry)
-        return state, (jnp.moveaxis(out, 3, 2), carry)
+    def call(state: LayerState, tokens: tuple[Array, KVBlock, Any], kept: int):
+        q, new, cross_layer = tokens
+        out, state, cross_layer = extend(state, jnp.moveaxis(q, 2, 3), new, kept, cross_layer)
+        return state, (jnp.moveaxis(out, 3, 2), cross_layer)
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x[:, :, :whole].reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
@@ -57,7 +57,7 @@ def in_pieces(
     def joined(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], whole, *x.shape[4:])
 
-    tokens, outs = (jnp.moveaxis(q, 3, 2), fresh, carry), []  # all with T as axis 2
+    tokens, outs = (jnp.moveaxis(q, 3, 2), new, cross_layer), []  # all with T as axis 2
     if whole:
         state, out = lax.scan(lambda state, piece: call(state, piece, size), state, jax.tree.map(cut, tokens))
         outs.append(jax.tree.map(joined, out))
@@ -66,5 +66,5 @@ def in_pieces(
             part = jax.tree.map(lambda x, at=slice(first, last): x[:, :, at], tokens)
             state, out = call(state, part, kept)
             outs.append(out)
-    out, carry = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
-    return jnp.moveaxis(out, 2, 3), state, carry
+    out, cross_layer = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
+    return jnp.moveaxis(out, 2, 3), state, cross_layer

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 class Kind:
@@ -27,9 +27,10 @@ class Kind:
     """
 
     name: ClassVar[str]
-    queries: int | None = 0  # of a text's last queries, as in `Needs`, that `count` wants to see
-    output = False  # whether `count` wants to see the layer's output projection
-    hidden = False  # whether it wants to see the hidden states
+    num_queries: int | None = 0  # of a text's last queries, as in `Needs`, that `count` wants to see
+    needs_output = False  # whether `count` wants to see the layer's output projection
+    needs_hidden = False  # whether it wants to see the hidden states
+    placed = False  # whether `count` reads `spec.index`: each layer then has a compiled program of its own
 
     @classmethod
     def given(cls, path: str) -> Given:
@@ -43,7 +44,7 @@ class Kind:
         """
         return None
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
         """Of one layer's texts, block [B K S H], the statistics: any pytree of arrays [B K ...]; padding never counts.
 
         Raises KvjaxError for a kind that no text can give.
@@ -99,13 +100,13 @@ def table(name: str) -> Callable[[type[Kind]], type[Kind]]:
     return register
 
 
-def _random(spec: LayerSpec, rng: np.random.Generator, tokens: int = 64) -> tuple[Block, Obs]:
+def _random(spec: LayerSpec, rng: np.random.Generator, tokens: int = 64) -> tuple[KVBlock, Observation]:
     """Random tokens with all of their queries; their channels are unlike, as those of a model are."""
-    K, G, H = spec.kv_heads, spec.groups, spec.head_dim
+    K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     mixed = rng.normal(size=(2, K, H, H)) * 0.9 ** np.arange(H)[:, None]
     k, v = (jnp.asarray(rng.normal(size=(1, K, tokens, H)) @ m, jnp.float32) for m in mixed)
     pos = jnp.arange(tokens, dtype=jnp.int32)[None]
     hidden = jnp.asarray(rng.normal(size=(1, 1, tokens, H)), jnp.float32)
     output = jnp.asarray(rng.normal(size=(1, K, G, H, H)), jnp.float32)
     q = jnp.asarray(rng.normal(size=(1, K, G, tokens, H)), jnp.float32)
-    return Block(k, v, pos[:, None]), Obs(q, pos, output=output, hidden=hidden)
+    return KVBlock(k, v, pos[:, None]), Observation(q, pos, output_projection=output, hidden_states=hidden)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.types import Array, Block, Partial
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, KVBlock, Partial
 
 NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
 
 
 @runtime_checkable
-class Pattern(Protocol):
+class AttentionPattern(Protocol):
     """Which earlier tokens a prompt's own queries read, by their positions: sparse attention of the prompt."""
 
     def sees(self, s: Array, t: Array) -> Array:
@@ -50,7 +51,8 @@ def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
 
 def weights(s: Array) -> tuple[Array, Array, Array]:
     """Scores f32[... S], NEG where masked -> (unnormalised weights, 0 where masked; the maximum m; the sum l)."""
-    m = jnp.max(s, -1)
+    # No result depends on m, and its own gradient would be 0 / 0 where XLA computes s twice with other roundings.
+    m = lax.stop_gradient(jnp.max(s, -1))
     p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
     return p, m, p.sum(-1)
 
@@ -67,7 +69,7 @@ def partial(s: Array, v: Array) -> Partial:
 
 
 def attend_dense(
-    q: Array, block: Block, q_pos: Array, window: int | None = None, pattern: Pattern | None = None
+    q: Array, block: KVBlock, q_pos: Array, window: int | None = None, pattern: AttentionPattern | None = None
 ) -> Partial:
     """q [B K G T H] at q_pos i32[B T] over the slots of a block -> Partial; holds all T x S scores at once."""
     s = scores(q, block.k)
@@ -109,7 +111,7 @@ def causal_with_sums(
     start: Array | int = 0,
     window: int | None = None,
     block: int = 512,
-    pattern: Pattern | None = None,
+    pattern: AttentionPattern | None = None,
 ) -> tuple[Array, Array]:
     """Exact causal attention in blocks: memory grows with `block`, never with T x S.
 
@@ -131,7 +133,7 @@ def causal_with_sums(
 
 
 def _in_blocks(
-    q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: Pattern | None
+    q: Array, k: Array, v: Array, start: Array | int, window: int | None, block: int, pattern: AttentionPattern | None
 ) -> tuple[Array, Array]:
     B, K, G, T, H = q.shape
     nq, nk = -(-T // block), -(-k.shape[2] // block)
@@ -160,7 +162,7 @@ class _KeyBlocks(NamedTuple):
     v: Array
     size: int
     window: int | None
-    pattern: Pattern | None
+    pattern: AttentionPattern | None
 
     def attend(self, q: Array, t: Array) -> Partial:
         """A block of queries [B K G T H] at the positions t [T] over all key blocks."""
@@ -172,7 +174,7 @@ class _KeyBlocks(NamedTuple):
             return lax.switch(self._reach(first, t), branches, acc, first), None
 
         zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG), jnp.zeros(q.shape[:-1]))
-        return lax.scan(columns, zero, jnp.arange(self.k.shape[2] // self.size))[0]
+        return lax.scan(columns, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _reach(self, first: Array, t: Array) -> Array:
         """Of the block of keys from `first` on the queries see 0: nothing, 1: a part, 2: all."""
@@ -192,7 +194,7 @@ class _KeyBlocks(NamedTuple):
         if masked:
             s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, NEG)
         # Scaled behind the maximum, or XLA:CPU writes all scores once more, scaled, to take it.
-        m = jnp.maximum(acc.m, s.max(-1) * scale)
+        m = jnp.maximum(acc.m, lax.stop_gradient(s.max(-1) * scale))
         # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG * scale).
         p, shrink = jnp.exp(s * scale - m[..., None]), jnp.exp(acc.m - m)
         return Partial(acc.o * shrink[..., None] + mix(p, v), m, acc.l * shrink + p.sum(-1))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.core.mesh import vary
 from kvjax.core.types import Array
 
 SWEEPS = 10  # over all pairs; float32 needs six to nine of them for matrices of up to 256 rows
@@ -36,7 +37,7 @@ def leading(matrix: Array, count: int) -> Array:
         return a[..., order, :][..., order], _turned(vectors, cosine, sine)[..., order, :]
 
     start = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), a.shape)  # eigenvectors as rows
-    a, vectors = lax.fori_loop(0, SWEEPS * (size - 1), turn, (a, start))
+    a, vectors = lax.fori_loop(0, SWEEPS * (size - 1), turn, (a, vary(start)))
     values = jnp.diagonal(a, axis1=-2, axis2=-1)
     best = jnp.argsort(-values, axis=-1)[..., :count, None]
     return jnp.take_along_axis(vectors, best, -2)[..., :n].swapaxes(-2, -1)

@@ -25,11 +25,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import compute_on as _compute_on_module
 
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels.fetch import fetch, fits, gather
 from kvjax.core.types import Array, KvjaxError, pytree
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory"
+"""What floats become, as errors call it."""
+
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+as_floats = jax.make_user_context(default_value=False)
+"""`with as_floats(True)`: what is packed stays floats on the device, so that gradients pass.
+
+Buffers take the same bytes. Programs of JAX are traced anew for either value.
+"""
 
 
 def _computed(fun, where: str):
@@ -80,7 +90,8 @@ def kind(x) -> str:
 
 def pack(x: Array, host: bool = False) -> Buffer:
     """x [B K S W] as a buffer, on the device or (after a copy) in pinned host memory."""
-    buf = Buffer(_bits(x) if x.dtype.itemsize == 2 else x, x.dtype.name)
+    raw = x.dtype.itemsize == 2 and not as_floats.value
+    buf = Buffer(_bits(x, RAW) if raw else x, x.dtype.name)
     return to_host(buf) if host else buf
 
 
@@ -93,10 +104,10 @@ def to_device(buf: Buffer) -> Buffer:
 
 
 def to_host(buf: Buffer) -> Buffer:
-    """The whole buffer in pinned host memory."""
-    if buf.host:
+    """The whole buffer in pinned host memory; on the device still `as_floats`."""
+    if buf.host or as_floats.value:
         return buf
-    words = _words(_bits(buf.data))
+    words = _words(_bits(buf.data, WORDS))
     return dataclasses.replace(buf, data=jax.device_put(words, HOST))
 
 
@@ -107,7 +118,7 @@ def unpack(buf: Buffer) -> Array:
 
 def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
     """Writes x [B K T W] into the slots from at i32[B 1|K] on, of the rows with due bool[B]; at + T <= S there."""
-    x = _bits(x) if buf.data.dtype != x.dtype else x
+    x = _bits(x, WORDS if buf.host else RAW) if buf.data.dtype != x.dtype else x
     x = _words(x) if buf.data.dtype != x.dtype else x  # as the buffer holds them: values, bits, or words
     if not x.shape[2]:
         return buf
@@ -194,10 +205,10 @@ def _products(rows: Array, q: Array, dtype: str) -> Array:
     return lax.dot_general(_value(rows, dtype), q, dims, preferred_element_type=jnp.float32)
 
 
-def _bits(x: Array) -> Array:
+def _bits(x: Array, holder: str) -> Array:
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return x
-    return lax.bitcast_convert_type(x, _UINT[x.dtype.itemsize])
+    return lax.bitcast_convert_type(refuse_gradient(x, holder), _UINT[x.dtype.itemsize])
 
 
 def _words(x: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +56,7 @@ def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
 def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
     """The axis letters of one array of a layer with so many rows and key/value heads, from its shape alone.
 
-    The rule stands in `kvjax.cache.contract`. Raises KvjaxError for a shape that cannot follow it.
+    The rule stands in `kvjax.cache.protocol`. Raises KvjaxError for a shape that cannot follow it.
     """
     if not shape:
         return ""
@@ -105,6 +106,23 @@ def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None
         return jax.tree.unflatten(tree, made)
 
     return run
+
+
+def vary(constants: Any) -> Any:
+    """Constants that may differ between devices, so that a loop can begin with them inside a caller's `jax.shard_map`.
+
+    JAX holds a constant to be equal on all devices, and wants the carry of a loop to be of one type in all rounds.
+    """
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        constants = jax.tree.map(functools.partial(_vary_along, axis=axis), constants)
+    return constants
+
+
+def _vary_along(x: Array, axis: str) -> Array:
+    try:
+        return lax.pcast(x, axis, to="varying")
+    except ValueError:  # it varies already
+        return x
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ class RopeScaling:
 class Rope:
     """The rotation of a model: of the first `dim` channels of a head, in pairs (i, i + dim / 2).
 
-    A key is held after its rotation. `bare` takes the rotation of its position off, and `turn` applies that of any
-    other position; both return float32, so that a key in a narrower dtype is rounded only where it is stored.
+    A key is held after its rotation. `unrotate` takes the rotation of its position off, and `rotate` applies that of
+    any other position; both return float32, so that a key in a narrower dtype is rounded only where it is stored.
     """
 
     dim: int
@@ -65,22 +65,22 @@ class Rope:
         angle = jnp.multiply.outer(pos.astype(jnp.float32), self.frequencies())
         return jnp.cos(angle), jnp.sin(angle)
 
-    def turn(self, x: Array, pos: Array) -> Array:
+    def rotate(self, x: Array, pos: Array) -> Array:
         """Bare keys x [B K S H] rotated to positions i32[B 1|K S], float32; a position below 0 counts as 0."""
         return rotate(x.astype(jnp.float32), *self.angles(jnp.maximum(pos, 0)))
 
-    def bare(self, x: Array, pos: Array) -> Array:
-        """The inverse of `turn`."""
+    def unrotate(self, x: Array, pos: Array) -> Array:
+        """The inverse of `rotate`."""
         cos, sin = self.angles(jnp.maximum(pos, 0))
         return rotate(x.astype(jnp.float32), cos, -sin)
 
-    def turn_queries(self, q: Array, pos: Array) -> Array:
-        """`turn` for queries [B K G T H] at positions i32[B T]."""
-        return self.turn(_as_rows(q), pos[:, None]).reshape(q.shape)
+    def rotate_queries(self, q: Array, pos: Array) -> Array:
+        """`rotate` for queries [B K G T H] at positions i32[B T]."""
+        return self.rotate(_as_rows(q), pos[:, None]).reshape(q.shape)
 
-    def bare_queries(self, q: Array, pos: Array) -> Array:
-        """The inverse of `turn_queries`."""
-        return self.bare(_as_rows(q), pos[:, None]).reshape(q.shape)
+    def unrotate_queries(self, q: Array, pos: Array) -> Array:
+        """The inverse of `rotate_queries`."""
+        return self.unrotate(_as_rows(q), pos[:, None]).reshape(q.shape)
 
 
 def _as_rows(q: Array) -> Array:

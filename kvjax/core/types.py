@@ -13,20 +13,51 @@ token in a slot, -1 when the slot is empty; its K axis may be 1 when all heads h
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar, dataclass_transform
+from collections import Counter
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 Array = jax.Array
 
 T = TypeVar("T")
 
+_EXPORTABLE: Counter[str] = Counter()  # classes of each name
+
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def pytree(cls: type[T]) -> type[T]:
     """Frozen dataclass registered as a pytree; fields marked `static` are structure, not leaves."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    return exportable(jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls)))
+
+
+def exportable(cls: type[T]) -> type[T]:
+    """Lets `jax.export` write programs that take or return a named tuple, or a dataclass that is a pytree.
+
+    Whoever reads such a program imports the class first. Static fields are written as JSON (`core.static_fields`).
+    """
+
+    def dump(static: Any) -> bytes:
+        from kvjax.core.static_fields import dumps  # which needs this module
+
+        return dumps(static)
+
+    def load(content: bytes) -> Any:
+        from kvjax.core.static_fields import loads
+
+        return loads(content)
+
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    _EXPORTABLE[name] += 1
+    if _EXPORTABLE[name] > 1:  # another class of this name, as where a cell of a notebook is run again
+        name += f"#{_EXPORTABLE[name]}"
+    if issubclass(cls, tuple):
+        return jax.export.register_namedtuple_serialization(cls, serialized_name=name)
+    return jax.export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=dump, deserialize_auxdata=load
+    )
 
 
 def hash_once(cls: type[T]) -> type[T]:
@@ -47,6 +78,7 @@ def hash_once(cls: type[T]) -> type[T]:
     return cls
 
 
+@exportable
 class Partial(NamedTuple):
     """Attention over some slots, not yet normalised: numerator, running maximum, denominator."""
 
@@ -56,7 +88,7 @@ class Partial(NamedTuple):
 
 
 @pytree
-class Block:
+class KVBlock:
     """The keys and values of one layer in full precision; slot i is empty iff pos[..., i] < 0."""
 
     k: Array  # [B K S H], after RoPE
@@ -64,15 +96,15 @@ class Block:
     pos: Array  # i32[B 1|K S]
     bias: Array | None = None  # f32[B K S], added to the slot's logits: the log of how many tokens it stands for
 
-    def first(self, count: int) -> Block:
+    def first(self, count: int) -> KVBlock:
         """The first so many slots."""
         return jax.tree.map(lambda x: x[:, :, :count], self)
 
-    def after(self, count: int) -> Block:
+    def after(self, count: int) -> KVBlock:
         """All but the first so many slots."""
         return jax.tree.map(lambda x: x[:, :, count:], self)
 
-    def clean(self) -> Block:
+    def clean(self) -> KVBlock:
         """The same with zeros in empty slots, whatever they held."""
         full = (self.pos >= 0)[..., None]
         k, v = (jnp.where(full, x, jnp.zeros((), x.dtype)) for x in (self.k, self.v))
@@ -100,6 +132,25 @@ class KvjaxWarning(UserWarning):
 
 class IncompatibleMethod(KvjaxError):
     """Two slots of a method that cannot work together."""
+
+
+class OtherWeights(KvjaxError):
+    """A cache that a model of other weights, configuration or dtype filled."""
+
+
+class TracedCall(KvjaxError):
+    """A convenient call within a JAX transformation; `kvjax.functional` has the function to use there."""
+
+
+class GradientThroughBits(KvjaxError):
+    """A gradient that would pass through integers, which carry none; `holder` says what these are."""
+
+    def __init__(self, holder: str):
+        super().__init__(
+            f"a gradient would pass through {holder}: integers, which carry none, so that it would be wrong; bind the "
+            "method with differentiable=True in kvjax.functional.bind, or put jax.lax.stop_gradient around what is no "
+            "variable"
+        )
 
 
 class SlotTaken(IncompatibleMethod):

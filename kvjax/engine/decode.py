@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache, PromptFreeLayer
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
     PLAIN,
@@ -23,14 +23,15 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.modes import Decode
+from kvjax.engine.modes import Decode, LayerCall
 from kvjax.engine.sampling import Sampler, row_keys, sample
+from kvjax.models.config import Config
 from kvjax.models.decoder import Angles
 
 
 def num_draft_tokens(plan: Plan) -> int:
     """Draft tokens that each step carries beside the true one (SpeCache: 1)."""
-    return max(layer.needs.guesses for layer in plan)
+    return max(layer.needs.draft_tokens for layer in plan)
 
 
 def step(
@@ -58,9 +59,15 @@ def step(
     """
     outer = outer_params(params)
     hidden, angles, pos, length = _begin_step(outer, tokens, cache.length, lengths, commit=commit, target=target)
-    calls = layer_calls(cache.plan, target.config)
+    calls = _decode_calls(cache.plan, target.config)
     hidden, states = run_layers(params, hidden, angles, Decode(pos, commit), calls, cache.layers, target, compiled)
     return compiled.unembed(outer, hidden, target=target), dataclasses.replace(cache, layers=states, length=length)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
+    """The layers of a plan in a step, without what acts on prompts alone: more of them then share a program."""
+    return layer_calls(tuple(x.after_prompt if isinstance(x, PromptFreeLayer) else x for x in plan), config)
 
 
 @functools.partial(jax.jit, static_argnames=("commit", "target"))

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Layer
+from kvjax.cache.protocol import BoundLayer
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -22,7 +22,7 @@ from kvjax.models import decoder
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles, Decoder
 
-Plan = tuple[Layer, ...]
+Plan = tuple[BoundLayer, ...]
 """A method bound to each layer of a model."""
 
 
@@ -101,7 +101,7 @@ class Compiled:
     """The compiled functions that a pass calls.
 
     These serve everybody. Compiler options and donation are allowed in the outermost `jit` alone, so that only a caller
-    who is never traced has others (`kvjax.run.compiled`).
+    who is never traced has others (`kvjax.generation.compiled`).
     """
 
     run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Layer, last_positions
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.cache.protocol import BoundLayer, last_positions
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 from kvjax.engine import sharded_layer
 from kvjax.engine.positions import token_positions
 
@@ -32,7 +32,11 @@ class LayerPrompt(NamedTuple):
 
 
 def prompt_of_inputs(
-    layer: Layer, inputs: LayerInputs, lengths: Array, first_query: Array | int = 0, softmax_sums: Array | None = None
+    layer: BoundLayer,
+    inputs: LayerInputs,
+    lengths: Array,
+    first_query: Array | int = 0,
+    softmax_sums: Array | None = None,
 ) -> LayerPrompt:
     """A whole prompt as the decoder's layer made it.
 
@@ -47,13 +51,15 @@ def prompt_of_inputs(
         inputs.k,
         inputs.v,
         select_queries(layer, inputs.q, first_query, lengths),
-        hidden=inputs.hidden[:, None] if layer.needs.hidden else None,
-        output_projection=inputs.output_projection if layer.needs.output else None,
+        hidden=inputs.hidden[:, None] if layer.needs.hidden_states else None,
+        output_projection=inputs.output_projection if layer.needs.output_projection else None,
         softmax_sums=softmax_sums,
     )
 
 
-def select_queries(layer: Layer, q: Array, first: Array | int, lengths: Array, earlier: Array | None = None) -> Array:
+def select_queries(
+    layer: BoundLayer, q: Array, first: Array | int, lengths: Array, earlier: Array | None = None
+) -> Array:
     """Selects the queries that a layer's method observes.
 
     Args:
@@ -66,7 +72,7 @@ def select_queries(layer: Layer, q: Array, first: Array | int, lengths: Array, e
     Returns:
       [B K G Q H].
     """
-    num_observed, B, C = layer.needs.queries, q.shape[0], q.shape[3]
+    num_observed, B, C = layer.needs.observed_queries, q.shape[0], q.shape[3]
     if num_observed is None:
         return q if earlier is None else lax.dynamic_update_slice(earlier, q, (0, 0, 0, first, 0))
     at = last_positions(lengths, num_observed) - jnp.broadcast_to(jnp.asarray(first), (B,))[:, None]
@@ -77,27 +83,27 @@ def select_queries(layer: Layer, q: Array, first: Array | int, lengths: Array, e
 
 
 def observed_block(
-    layer: Layer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None
-) -> tuple[Block, Obs | None]:
+    layer: BoundLayer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None
+) -> tuple[KVBlock, Observation | None]:
     """The prompt as `BoundLayer.prefill` takes it: its block, and the observation, or None if the method needs none.
 
     num_kept: i32[B] or i32[B K], what a division among all layers lets this layer, or each of its heads, keep.
     """
     pos = token_positions(prompt.k[:, 0, :, 0], lengths)
-    block = Block(prompt.k, prompt.v, pos[:, None])
+    block = KVBlock(prompt.k, prompt.v, pos[:, None])
     if not layer.needs.observes and num_kept is None:
         return block, None
-    query_pos = pos if layer.needs.queries is None else last_positions(lengths, layer.needs.queries)
-    paired = None if prompt.paired is None else Block(*prompt.paired, pos[:, None])
-    return block, Obs(
+    query_pos = pos if layer.needs.observed_queries is None else last_positions(lengths, layer.needs.observed_queries)
+    paired = None if prompt.paired is None else KVBlock(*prompt.paired, pos[:, None])
+    return block, Observation(
         prompt.q,
         query_pos,
-        keep=num_kept,
-        output=prompt.output_projection,
-        hidden=prompt.hidden,
-        probed=prompt.replay_scores,
-        neighbour=paired,
-        sums=prompt.softmax_sums,
+        num_kept=num_kept,
+        output_projection=prompt.output_projection,
+        hidden_states=prompt.hidden,
+        replay_scores=prompt.replay_scores,
+        paired_block=paired,
+        softmax_sums=prompt.softmax_sums,
     )
 
 
@@ -115,7 +121,7 @@ def encode_prompt(
     def cut(x: Array | None, axis: int = 2) -> Array | None:
         return None if x is None else lax.slice_in_dim(x, 0, width, axis=axis)
 
-    observes_all = call.layer.needs.queries is None
+    observes_all = call.layer.needs.observed_queries is None
     prompt = prompt._replace(
         k=cut(prompt.k),
         v=cut(prompt.v),

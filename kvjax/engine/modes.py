@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Layer, last_positions
+from kvjax.cache.protocol import BoundLayer, last_positions
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prompt_of_inputs, select_queries
 from kvjax.engine.positions import token_positions
@@ -26,7 +26,7 @@ QUERY_BLOCK = 128
 class LayerCall:
     """One bound layer in one pass. Hashable: equal calls share a compiled program, wherever they stand in the model."""
 
-    layer: Layer
+    layer: BoundLayer
     window: int | None  # the model's sliding window in this layer
     num_slots: int = 0  # of the cache state, in the modes that make one
     selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
@@ -88,14 +88,14 @@ class FullPrefill(ForwardMode):
         needs = call.layer.needs
         first_query, softmax_sums = 0, None
         if call.selects_queries:
-            block = Block(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
+            block = KVBlock(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
-            out = merge([attend_dense(q, block, query_pos, call.window, needs.pattern)])
+            out = merge([attend_dense(q, block, query_pos, call.window, needs.prompt_pattern)])
         else:
-            out, sums = causal_with_sums(q, k, v, window=call.window, pattern=needs.pattern)
+            out, sums = causal_with_sums(q, k, v, window=call.window, pattern=needs.prompt_pattern)
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
-            if needs.queries is None and needs.pattern is None:
+            if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_sums = sums
         prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_sums)
         return out, encode_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
@@ -113,16 +113,16 @@ class ChunkedPrefill(ForwardMode):
     ) -> tuple[Array, LayerPrompt | Any, Any]:
         q, k, v, hidden, _ = inputs
         layer, needs = call.layer, call.layer.needs
-        if needs.chunk:
+        if needs.prompt_chunk:
             pos = self.start + token_positions(k[:, 0, :, 0])
-            new = Block(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
+            new = KVBlock(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
             out, state, _ = sharded_layer.extend(layer, state, q, new, k.shape[2], None, mesh)
             return out, state, cross_layer
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
-        out = causal(q, k, v, self.start, call.window, pattern=needs.pattern)
+        out = causal(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
-        if needs.hidden:
+        if needs.hidden_states:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
         return out, prompt, cross_layer
 
@@ -141,17 +141,17 @@ class PromptReplay(ForwardMode):
         q, k, v, hidden, output_projection = inputs
         needs = call.layer.needs
         prompt, _ = observed_block(call.layer, state, self.lengths)
-        copy = Block(k, v, self.pos[:, None])
+        copy = KVBlock(k, v, self.pos[:, None])
 
         def attend_both(q: Array, query_pos: Array) -> Array:
             return merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)])
 
-        if needs.probe is not None:
-            observation = Obs(
+        if needs.replay is not None:
+            observation = Observation(
                 q,
                 self.pos,
-                output=output_projection if needs.output else None,
-                hidden=hidden[:, None] if needs.hidden else None,
+                output_projection=output_projection if needs.output_projection else None,
+                hidden_states=hidden[:, None] if needs.hidden_states else None,
             )
             scores = sharded_layer.look(call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh)
             state = state._replace(replay_scores=scores)
@@ -168,11 +168,11 @@ class Decode(ForwardMode):
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
-        new = Block(inputs.k, inputs.v, self.pos[:, None])
+        new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
         return sharded_layer.extend(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh)
 
 
-def attend_all(q: Array, query_pos: Array, block: Block, window: int | None, pattern: Any = None) -> Array:
+def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, pattern: Any = None) -> Array:
     """Exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
 
     def attend(q: Array, query_pos: Array) -> Partial:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvjax.cache.contract import KVMethod, LayerSpec
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
 from kvjax.engine.forward import Plan
+from kvjax.engine.straight_through import make_differentiable
 from kvjax.methods.strings import method_of
 from kvjax.models.config import Config
 
@@ -14,9 +15,9 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
     return tuple(
         LayerSpec(
             index=i,
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            groups=config.groups,
+            num_layers=config.layers,
+            num_kv_heads=config.kv_heads,
+            num_groups=config.groups,
             head_dim=config.head_dim,
             window=config.window(i),
             rope=config.rope,
@@ -26,8 +27,15 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
 
 
 def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
-    """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model."""
+    """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model.
+
+    differentiable: gradients pass through what the cache stores, see `make_differentiable`.
+    """
     method = method_of(method)
+    if differentiable:
+        method = make_differentiable(method)
     if method.traits.host:
         memory.require_host_memory()
-    return tuple(method.bind(spec) for spec in specs(config))
+    known: dict[BoundLayer, BoundLayer] = {}
+    # Equal layers become one object: they are compared in every step, which then ends at identity.
+    return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs(config)))

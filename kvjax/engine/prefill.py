@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache, slots_of
-from kvjax.cache.select.shares import SHARED_ROUNDING
-from kvjax.core.mesh import constrain
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.protocol import Cache, slots_of
+from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
+from kvjax.core.mesh import constrain, vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.engine import sharded_layer
 from kvjax.engine.forward import (
     PLAIN,
@@ -71,8 +71,8 @@ def prefill(
     if num_slots is None:
         num_slots = tuple(slots_of(layer, (min(T, capacity),), capacity) for layer in plan)
     needs = [layer.needs for layer in plan]
-    chunk = chunk or min((n.chunk for n in needs if n.chunk), default=None)
-    if chunk is None and not any(n.all_layers or n.probe or n.neighbour for n in needs):
+    chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
+    if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
         hidden, states = _run_whole(params, tokens, lengths, plan, target, capacity, num_slots, compiled)
     else:
         hidden, prompts = run_exactly(
@@ -89,7 +89,8 @@ def prefill(
         )
         states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
     logits = compiled.unembed(outer_params(params), hidden, target=target)
-    return logits, Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name)
+    # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
+    return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
 
 def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
@@ -100,13 +101,13 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
     for call in layer_calls(plan, c, num_slots):
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
         needs = call.layer.needs
-        if needs.output and not needs.chunk:
+        if needs.output_projection and not needs.prompt_chunk:
             prompt = prompt._replace(output_projection=jnp.zeros((1, c.kv_heads, c.groups, c.head_dim, c.width), dtype))
-        if needs.probe:
+        if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
-    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
-    return Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name)
+    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots, longest=0)
+    return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
 def _run_whole(
@@ -121,7 +122,7 @@ def _run_whole(
 ) -> tuple[Array, tuple[Any, ...]]:
     """Each layer's exact keys and values exist only until its state has been made: hidden [B D], states."""
     num_observed: int | None = None
-    observed = [layer.needs.queries for layer in plan]
+    observed = [layer.needs.observed_queries for layer in plan]
     if None not in observed and tokens.shape[1] > SHORT_PROMPT_TOKENS:
         num_observed = max(1, *observed)
     calls = layer_calls(plan, target.config, num_slots, num_observed is not None)
@@ -156,11 +157,11 @@ def run_exactly(
     hidden, prompts = _run_chunks(
         params, tokens, lengths, plan, target, num_slots, chunk or tokens.shape[1], compiled, progress
     )
-    if any(layer.needs.probe for layer in plan):
+    if any(layer.needs.replay for layer in plan):
         prompts = replay(params, tokens, lengths, prompts, plan, target, replay_prompts, compiled)
     prompts = list(prompts)
     for i, layer in enumerate(plan):
-        if layer.needs.output and not layer.needs.chunk:
+        if layer.needs.output_projection and not layer.needs.prompt_chunk:
             prompts[i] = prompts[i]._replace(output_projection=_output_projection(params[f"layer_{i}"]))
     return hidden, prompts
 
@@ -176,7 +177,9 @@ def _run_chunks(
     compiled: Compiled,
     progress: Progress,
 ) -> tuple[Array, tuple[LayerPrompt | Any, ...]]:
-    """Runs prompts some tokens at a time; each layer holds them exactly, or in its method's state (`Needs.chunk`)."""
+    """Runs prompts some tokens at a time; each layer holds them exactly, or in its method's state
+    (`Needs.prompt_chunk`).
+    """
     B, T = tokens.shape
     dtype, outer = params["embedding"].dtype, outer_params(params)
     calls = layer_calls(plan, target.config, num_slots)
@@ -191,7 +194,7 @@ def _run_chunks(
 
     # The last chunk may be shorter: one that reached beyond the prompt's padding would overflow the slots of a method
     # that is fed chunk by chunk.
-    carry, num_chunks = (states, np.zeros((B, target.config.width), dtype)), T // chunk
+    carry, num_chunks = vary((states, np.zeros((B, target.config.width), dtype))), T // chunk
     if num_chunks > 1:
         starts = np.arange(0, num_chunks * chunk, chunk, dtype=np.int32)
         parts = tokens[:, : num_chunks * chunk].reshape(B, num_chunks, chunk).swapaxes(0, 1)
@@ -214,22 +217,22 @@ def replay(
     compiled: Compiled,
 ) -> tuple[LayerPrompt, ...]:
     """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip."""
-    replays = {layer.needs.probe for layer in plan} - {None}
-    if len(replays) != 1 or any(layer.needs.chunk for layer in plan):
+    replays = {layer.needs.replay for layer in plan} - {None}
+    if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in plan):
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
     (how,) = replays
     calls, outer = layer_calls(plan, target.config), outer_params(params)
     prompts = tuple(
-        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if layer.needs.probe else prompt
+        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if layer.needs.replay else prompt
         for layer, prompt in zip(plan, prompts, strict=True)
     )
     B, T = tokens.shape
     # Copies are padded to one width, so that all of them share one program.
-    width = max(map(len, replay_prompts)) + how.lead + min(how.chunk, T)
-    for start in range(0, T, how.chunk):
+    width = max(map(len, replay_prompts)) + how.lead_tokens + min(how.chunk_tokens, T)
+    for start in range(0, T, how.chunk_tokens):
         text = np.asarray(replay_prompts[min(start, 1)], np.int32)
-        first = max(start - how.lead, 0)
-        copied = tokens[:, first : start + how.chunk]
+        first = max(start - how.lead_tokens, 0)
+        copied = tokens[:, first : start + how.chunk_tokens]
         copy, num_tokens = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=width)
         hidden, angles, pos = embed(outer, copy, lengths, num_tokens, target=target)
         mode = PromptReplay(np.int32(start), pos, lengths)
@@ -244,18 +247,20 @@ def compress_prompts(
     target: Target,
     capacity: int,
     num_slots: tuple[int, ...],
+    longest: int | None = None,
 ) -> tuple[Any, ...]:
     """Turns the exact prompts of all layers into cache states, and empties the list on the way.
 
-    num_slots: of each layer's state, where layers divide no budget among them.
+    num_slots: of each layer's state, where layers divide no budget among them. longest: tokens of the longest prompt,
+    where a caller knows it under a transformation.
     """
     num_kept: list[Array | None] = [None] * len(plan)
-    if any(layer.needs.all_layers for layer in plan):
+    if any(layer.needs.global_budget for layer in plan):
         shares = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         num_kept = list(shares)
         # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
-        longest = most = min(prompts[0].k.shape[2], capacity)
-        known = np.full(shares.shape, most)
+        longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        known = np.full(shares.shape, longest)
         if not isinstance(shares, jax.core.Tracer):
             known, longest = np.asarray(shares), int(np.max(lengths))
             num_kept = list(known)
@@ -267,11 +272,11 @@ def compress_prompts(
         # A layer's exact keys and values are dropped as soon as no other layer has to see them.
         i, prompt = len(states), prompts.pop(0)
         needs = plan[i].needs
-        if needs.neighbour:
-            other = prompts[0] if needs.neighbour > 0 else below
+        if needs.paired_layer:
+            other = prompts[0] if needs.paired_layer > 0 else below
             prompt = prompt._replace(paired=(other.k, other.v))
-        below = prompt if prompts and plan[i + 1].needs.neighbour < 0 else None
-        if not needs.chunk:  # one that was fed through its method is a cache state already
+        below = prompt if prompts and plan[i + 1].needs.paired_layer < 0 else None
+        if not needs.prompt_chunk:  # one that was fed through its method is a cache state already
             prompt = compress(prompt, lengths, num_kept[i], call=calls[i], capacity=capacity, target=target)
         states.append(prompt)
     return tuple(states)
@@ -291,7 +296,7 @@ def _fit_slots(plan: Plan, kept: np.ndarray, longest: int, capacity: int) -> tup
         -(-layer.slots_for(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
         for layer, tokens in zip(plan, kept, strict=True)
     ]
-    slots = tuple(min(capacity, layer.holding(n, room)) for layer, n in zip(plan, most, strict=True))
+    slots = tuple(min(capacity, layer.num_slots_for(n, room)) for layer, n in zip(plan, most, strict=True))
     return tuple(layer.with_room_for(n) for layer, n in zip(plan, most, strict=True)), slots
 
 
@@ -303,11 +308,11 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
     def zeros(*axes: int) -> Array:
         return constrain(jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype), "B K", target.mesh)
 
-    if needs.chunk:
-        nothing = Block(zeros(0), zeros(0), jnp.zeros((batch, 1, 0), jnp.int32))
+    if needs.prompt_chunk:
+        nothing = KVBlock(zeros(0), zeros(0), jnp.zeros((batch, 1, 0), jnp.int32))
         return sharded_layer.prefill(call.layer, nothing, None, call.num_slots, target.mesh)
-    hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden else None
-    num_observed = width if needs.queries is None else needs.queries
+    hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden_states else None
+    num_observed = width if needs.observed_queries is None else needs.observed_queries
     return LayerPrompt(zeros(width), zeros(width), zeros(c.groups, num_observed), hidden)
 
 
@@ -319,7 +324,7 @@ def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, target
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _divide_budget(measures: Any, lengths: Array, plan: Plan) -> Array:
-    return plan[0].shares(measures, lengths)
+    return plan[0].divide_budget(measures, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))

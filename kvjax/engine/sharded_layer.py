@@ -8,45 +8,51 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache.contract import Layer, MeasuredLayer, ProbedLayer
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, ReplayedLayer
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 
 
-def prefill(layer: Layer, block: Block, seen: Obs | None, slots: int, mesh: Mesh | None) -> Any:
-    """`Layer.prefill`."""
+def prefill(layer: BoundLayer, block: KVBlock, observation: Observation | None, slots: int, mesh: Mesh | None) -> Any:
+    """`BoundLayer.prefill`."""
     empty = mesh is not None and block.pos.shape[2] == 0
 
-    def run(block: Block, seen: Obs | None) -> Any:
-        return layer.prefill(block.first(0) if empty else block, seen, slots)
+    def run(block: KVBlock, observation: Observation | None) -> Any:
+        return layer.prefill(block.first(0) if empty else block, observation, slots)
 
     # XLA cannot divide a call of which all arguments are empty: a slot goes in, and is left out there.
     given = jax.tree.map(_with_a_slot, block) if empty else block
-    return per_device(run, *block.k.shape[:2], mesh)(given, seen)
+    return per_device(run, *block.k.shape[:2], mesh)(given, observation)
 
 
 def extend(
-    layer: Layer, state: Any, q: Array, fresh: Block, commit: int, carry: Any, mesh: Mesh | None
+    layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any, mesh: Mesh | None
 ) -> tuple[Array, Any, Any]:
-    """`Layer.extend`."""
+    """`BoundLayer.extend`."""
 
-    def run(state: Any, q: Array, fresh: Block, carry: Any) -> tuple[Array, Any, Any]:
-        return layer.extend(state, q, fresh, commit, carry)
+    def run(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> tuple[Array, Any, Any]:
+        return layer.extend(state, q, new, commit, cross_layer)
 
-    return per_device(run, *q.shape[:2], mesh)(state, q, fresh, carry)
+    return per_device(run, *q.shape[:2], mesh)(state, q, new, cross_layer)
 
 
-def measure(layer: MeasuredLayer, block: Block, seen: Obs | None, mesh: Mesh | None) -> Array:
-    """`MeasuredLayer.measure`."""
-    return per_device(layer.measure, *block.k.shape[:2], mesh)(block, seen)
+def measure(layer: BudgetedLayer, block: KVBlock, observation: Observation | None, mesh: Mesh | None) -> Array:
+    """`BudgetedLayer.measure`."""
+    return per_device(layer.measure, *block.k.shape[:2], mesh)(block, observation)
 
 
 def look(
-    layer: ProbedLayer, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, mesh: Mesh | None
+    layer: ReplayedLayer,
+    block: KVBlock,
+    start: Array,
+    observation: Observation,
+    new: KVBlock,
+    before: Array,
+    mesh: Mesh | None,
 ) -> Array:
-    """`ProbedLayer.look`."""
-    return per_device(layer.look, *block.k.shape[:2], mesh)(block, start, seen, fresh, before)
+    """`ReplayedLayer.update_scores`."""
+    return per_device(layer.update_scores, *block.k.shape[:2], mesh)(block, start, observation, new, before)
 
 
 def _with_a_slot(x: Array) -> Array:

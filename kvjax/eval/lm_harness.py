@@ -17,16 +17,16 @@ from typing import Any
 
 from rich.progress import track
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks.local import encode
+from kvjax.generation.context import read
+from kvjax.generation.generate import generate
+from kvjax.generation.prompts import round_up
 from kvjax.methods.loading import load_methods
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models import model as models
 from kvjax.models.model import Model
-from kvjax.run.context import read
-from kvjax.run.generate import generate
-from kvjax.run.prompts import round_up
 
 try:
     from lm_eval.api.model import TemplateLM

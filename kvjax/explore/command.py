@@ -11,9 +11,9 @@ from kvjax.core.types import KvjaxError
 from kvjax.eval.page import written
 from kvjax.explore import page
 from kvjax.explore.record import explored
+from kvjax.generation.prompts import token_ids
 from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
-from kvjax.run.prompts import token_ids
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
 MOST = 4096  # tokens of a text: beyond, a page is too large to open

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import Layer, LayerSpec
-from kvjax.cache.fates import places
-from kvjax.cache.select.represent import Units
-from kvjax.cache.select.select import Choice
-from kvjax.core.types import Array, Block, pytree
+from kvjax.cache.protocol import BoundLayer, LayerSpec
+from kvjax.cache.select.representatives import Units
+from kvjax.cache.select.selection import SelectedSlots
+from kvjax.cache.token_status import places
+from kvjax.core.types import Array, KVBlock, pytree
 
 
 @pytree
@@ -23,7 +23,7 @@ class Notes:
 
 
 class Noting:
-    """What the slots `represent` and `merge` of one layer do, listened to within one trace."""
+    """What the slots `representatives` and `merge` of one layer do, listened to within one trace."""
 
     def __init__(self) -> None:
         self.represented: list[tuple[Array, int, int]] = []  # units i32[B n], the tokens before the first, those of one
@@ -52,14 +52,14 @@ class _Heard:
 
 
 class _Represent(_Heard):
-    """The slot `represent`."""
+    """The slot `representatives`."""
 
     def __init__(self, slot: Any, noting: Noting, sinks: int):
         super().__init__(slot, noting)
         self.sinks = sinks
         self.share = slot.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
-    def representatives(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: Units, count: Array, places: int) -> Array:
         found = self.slot.representatives(units, count, places)
         self.noting.represented.append((found, self.sinks, units.scores.shape[4]))
         return found
@@ -68,18 +68,22 @@ class _Represent(_Heard):
 class _Merge(_Heard):
     """The slot `merge`."""
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         folded = self.slot(block, kept, choice, spec)
         changed = (folded.k != kept.k).any(3) | (folded.v != kept.v).any(3)
         self.noting.folded.append((folded.pos, changed if folded.bias is None else changed | (folded.bias > 0)))
         return folded
 
 
-def noted(layer: Layer) -> tuple[Layer, Noting]:
-    """A layer whose slots `represent` and `merge` are listened to, where it has any, and what they say."""
+def noted(layer: BoundLayer) -> tuple[BoundLayer, Noting]:
+    """A layer whose slots `representatives` and `merge` are listened to, where it has any, and what they say."""
     noting, method = Noting(), getattr(layer, "method", None)
-    if method is None or (method.represent is None and method.merge is None):
+    if method is None or (method.representatives is None and method.merge is None):
         return layer, noting
-    represent = None if method.represent is None else _Represent(method.represent, noting, method.select.sinks)
+    representatives = (
+        None if method.representatives is None else _Represent(method.representatives, noting, method.select.sinks)
+    )
     merge = None if method.merge is None else _Merge(method.merge, noting)
-    return dataclasses.replace(layer, method=dataclasses.replace(method, represent=represent, merge=merge)), noting
+    return dataclasses.replace(
+        layer, method=dataclasses.replace(method, representatives=representatives, merge=merge)
+    ), noting

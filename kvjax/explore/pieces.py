@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvjax.generation.stops import UNFINISHED
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.run.stops import UNFINISHED
 
 BEFORE = 8  # tokens before a piece that it is decoded with: a tokenizer may write the first one in another way
 

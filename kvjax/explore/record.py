@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.contract import Cache, KVMethod, Layer
-from kvjax.cache.fates import fates
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod
+from kvjax.cache.token_status import token_status
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array, KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
 from kvjax.explore.watch import Watch, Watched, own_cache, own_states
+from kvjax.generation.context import read
+from kvjax.generation.prompts import round_up
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
-from kvjax.run.context import read
-from kvjax.run.prompts import round_up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> W
     """What a watched method holds while it reads an answer; exact: the attention of `Explored`."""
     layers = own_states(at.cache.layers)
     own, size = greedy(at, len(answer)), state_bytes(own_cache(at.cache))
-    aside = any(bool(jax.tree.leaves(getattr(layer, "aux", None))) for layer in layers)
+    aside = any(bool(jax.tree.leaves(getattr(layer, "reader_state", None))) for layer in layers)
     before, seen, likeliest = _codes(at.cache), [], []
     for token in answer:
         at = at.then(token)
@@ -122,9 +122,9 @@ def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _look(watch: Watch, layer: Layer) -> tuple[Array, Array]:
+def _look(watch: Watch, layer: BoundLayer) -> tuple[Array, Array]:
     exact = max(1e-6, float(jnp.finfo(watch.k.dtype).eps) / 8)
-    return state.coded(fates(layer, watch.own, watch.came), watch.notes, exact)
+    return state.coded(token_status(layer, watch.own, watch.came), watch.notes, exact)
 
 
 def _exact_attention(cache: Cache) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.fates import Fates
+from kvjax.cache.token_status import TokenStatus
 from kvjax.core.types import Array
 from kvjax.explore.notes import Notes
 
@@ -19,7 +19,7 @@ LEVELS = 15  # the second byte: the key's level times 16, plus the value's; 0 is
 LEAST, STEP = -9.0, 0.6  # level n is an error of 2 ** (LEAST + STEP * n), from 0.3 % to all of the row's length
 
 
-def coded(fates: Fates, notes: Notes, exact: float) -> tuple[Array, Array]:
+def coded(fates: TokenStatus, notes: Notes, exact: float) -> tuple[Array, Array]:
     """Both bytes of the tokens of one row, u8[K C] each; errors up to `exact` are none.
 
     A number that is computed in two programs may be rounded in two ways, so the least difference is not held to be one.

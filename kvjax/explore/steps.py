@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
+from kvjax.generation.context import Context
+from kvjax.generation.prompts import place
 from kvjax.models.model import Model
-from kvjax.run.context import Context
-from kvjax.run.prompts import place
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import Cache, KVMethod, Layer, LayerSpec, Needs, Traits
-from kvjax.cache.fates import places
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, pytree
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, Needs, Traits
+from kvjax.cache.token_status import places
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.explore.notes import Notes, noted
 
 
@@ -26,10 +26,10 @@ class Watch:
     notes: Notes
 
     @property
-    def came(self) -> Block:
+    def came(self) -> KVBlock:
         """All tokens so far, each at its position; what lies behind the last one means nothing."""
         at = jnp.arange(self.k.shape[2], dtype=jnp.int32)
-        return Block(self.k, self.v, jnp.broadcast_to(at, (self.k.shape[0], 1, at.shape[0])))
+        return KVBlock(self.k, self.v, jnp.broadcast_to(at, (self.k.shape[0], 1, at.shape[0])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Watched:
 
     def bind(self, spec: LayerSpec) -> WatchedLayer:
         """The method in one layer; raises KvjaxError for a model that it cannot serve."""
-        return WatchedLayer(self.method.bind(spec), spec, self.capacity)
+        return WatchedLayer(self.method.bind(spec), spec.without_index, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchedLayer:
     """A layer under observation. It hands everything on, and keeps a copy of the keys, the values and a query."""
 
-    own: Layer
+    own: BoundLayer
     spec: LayerSpec
     capacity: int
 
@@ -62,57 +62,59 @@ class WatchedLayer:
         """Those of the layer itself."""
         return self.own.needs
 
-    def slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Those of the layer itself."""
-        return self.own.slots(prompt, room)
+        return self.own.num_slots(prompt_tokens, headroom_tokens)
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Watch:
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Watch:
         """The state after a prompt; what the method folds together, and chooses to stand for others, is noted."""
         B, K, T, H = block.k.shape
         layer, noting = noted(self.own)
-        state = layer.prefill(block, seen, slots)
+        state = layer.prefill(block, observation, num_slots)
         later = [(0, 0), (0, 0), (0, self.capacity - T), (0, 0)]
-        q = jnp.zeros((B, K, self.spec.groups, 1, H), block.k.dtype)
+        q = jnp.zeros((B, K, self.spec.num_groups, 1, H), block.k.dtype)
         return Watch(state, jnp.pad(block.k, later), jnp.pad(block.v, later), q, noting.notes(B, K, self.capacity))
 
-    def extend(self, state: Watch, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Watch, Any]:
-        """`Layer.extend`."""
-        out, own, carry = self.own.extend(state.own, q, fresh, commit, carry)
+    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> tuple[Array, Watch, Any]:
+        """`BoundLayer.extend`."""
+        out, own, cross_layer = self.own.extend(state.own, q, new, commit, cross_layer)
         state = dataclasses.replace(state, own=own)
         if not commit:
-            return out, state, carry
-        kept = fresh.first(commit)
+            return out, state, cross_layer
+        kept = new.first(commit)
         at = places(kept.pos, state.k.shape)
         k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
-        return out, dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit]), carry
+        return out, dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit]), cross_layer
 
     def positions(self, state: Watch) -> Array:
         """Those of the layer itself."""
         return self.own.positions(state.own)
 
-    def measure(self, block: Block, seen: Obs | None) -> Array:
-        """See `MeasuredLayer`."""
-        return self.own.measure(block, seen)
+    def measure(self, block: KVBlock, observation: Observation | None) -> Array:
+        """See `BudgetedLayer`."""
+        return self.own.measure(block, observation)
 
-    def shares(self, measures: Array, lengths: Array) -> Array:
-        """See `MeasuredLayer`."""
-        return self.own.shares(measures, lengths)
+    def divide_budget(self, measures: Array, lengths: Array) -> Array:
+        """See `BudgetedLayer`."""
+        return self.own.divide_budget(measures, lengths)
 
     def slots_for(self, tokens: np.ndarray) -> int:
-        """See `MeasuredLayer`."""
+        """See `BudgetedLayer`."""
         return self.own.slots_for(tokens)
 
     def with_room_for(self, slots: int) -> WatchedLayer:
-        """See `MeasuredLayer`."""
+        """See `BudgetedLayer`."""
         return dataclasses.replace(self, own=self.own.with_room_for(slots))
 
-    def holding(self, kept: int, room: int) -> int:
-        """See `MeasuredLayer`."""
-        return self.own.holding(kept, room)
+    def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
+        """See `BudgetedLayer`."""
+        return self.own.num_slots_for(num_kept, headroom_tokens)
 
-    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array) -> Array:
-        """See `ProbedLayer`."""
-        return self.own.look(block, start, seen, fresh, before)
+    def update_scores(
+        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
+    ) -> Array:
+        """See `ReplayedLayer`."""
+        return self.own.update_scores(block, start, observation, new, before)
 
 
 def own_cache(cache: Cache) -> Cache:

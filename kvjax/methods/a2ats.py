@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, LayerState
-from kvjax.cache.decode.policy import asked, at_least
+from kvjax.cache.decode.policy import at_least, require_observation
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read import codebook
-from kvjax.cache.read.reader import Reading
+from kvjax.cache.read.reader import ReadResult
 from kvjax.cache.read.retrieve import Index, Retrieve
 from kvjax.core import memory
 from kvjax.core.attention import scores
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -45,17 +45,17 @@ class Codewords(Index):
     rounds: int = 10
 
     size: ClassVar[int] = 1
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
         at_least("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
         if self.words > 2**16:
             raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
 
-    def fit(self, block: Block, seen: Obs | None) -> Coded:
-        block, seen = block.clean(), asked(seen, "A2ATS", "all queries")
+    def fit(self, block: KVBlock, observation: Observation | None) -> Coded:
+        block, observation = block.clean(), require_observation(observation, "A2ATS", "all queries")
         keys, count = block.k.astype(jnp.float32), min(self.words, block.pos.shape[2])
-        moment = _moment(seen)
+        moment = _moment(observation)
         real = jnp.broadcast_to(block.pos >= 0, keys.shape[:3])
         words = codebook.fitted(keys, real, moment, count, self.rounds).astype(block.k.dtype)
         slot = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
@@ -63,20 +63,23 @@ class Codewords(Index):
         codes = jnp.where(few, jnp.minimum(slot, count - 1), codebook.nearest(keys, _f32(words), moment))
         return Coded(memory.pack(self._stored(codes)), words, moment)
 
-    def again(self, aux: Coded, block: Block) -> Coded:
-        return aux  # the tokens that are left keep their codewords
+    def rebuild(self, reader_state: Coded, block: KVBlock) -> Coded:
+        return reader_state  # the tokens that are left keep their codewords
 
-    def write(self, aux: Coded, fresh: Block, at: Array) -> Coded:
-        fresh, count = fresh.clean(), aux.words.shape[2]
-        if not fresh.pos.shape[2]:
-            return aux
-        words = memory.put(aux.words, fresh.k.astype(aux.words.dtype), at)  # what lies behind them is dropped
-        slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
-        codes = jnp.where(slot < count, slot, codebook.nearest(_f32(fresh.k), _f32(words), aux.moment))
-        return Coded(memory.append(aux.codes, self._stored(codes), at), words, aux.moment)
+    def append(self, reader_state: Coded, new: KVBlock, at: Array) -> Coded:
+        new, count = new.clean(), reader_state.words.shape[2]
+        if not new.pos.shape[2]:
+            return reader_state
+        # what lies behind them is dropped
+        words = memory.put(reader_state.words, new.k.astype(reader_state.words.dtype), at)
+        slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
+        codes = jnp.where(slot < count, slot, codebook.nearest(_f32(new.k), _f32(words), reader_state.moment))
+        return Coded(memory.append(reader_state.codes, self._stored(codes), at), words, reader_state.moment)
 
-    def load(self, aux: Coded) -> Coded:
-        return dataclasses.replace(aux, codes=memory.unpack(aux.codes), words=_f32(aux.words))
+    def load(self, reader_state: Coded) -> Coded:
+        return dataclasses.replace(
+            reader_state, codes=memory.unpack(reader_state.codes), words=_f32(reader_state.words)
+        )
 
     def score(self, summary: Coded, q: Array) -> Array:
         table = scores(q, summary.words)
@@ -93,35 +96,48 @@ class FarAway(Retrieve):
 
     distance: int = 2048
 
-    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
-        seen = asked(seen, "A2ATS", "all queries")
-        return self.index.fit(_bare(block, spec), seen._replace(q=self._far(seen.q, seen.pos, spec), sums=None))
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
+        observation = require_observation(observation, "A2ATS", "all queries")
+        return self.index.fit(
+            _bare(block, spec),
+            observation._replace(
+                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_sums=None
+            ),
+        )
 
-    def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
-        return self.index.write(aux, _bare(fresh, spec), at)
+    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
+        return self.index.append(reader_state, _bare(new, spec), at)
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
         asking = self._far(q, q_pos, layer.spec)
-        return Reading(self.found(layer, state, q, q_pos, asking, state.aux), state.aux, carry=carry)
+        return ReadResult(
+            self.found(layer, state, q, q_pos, asking, state.reader_state), state.reader_state, cross_layer=cross_layer
+        )
 
     def _far(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
         """Queries at q_pos i32[B T], turned to the position `distance`: f32."""
-        return spec.rope.turn_queries(spec.rope.bare_queries(q, q_pos), jnp.full_like(q_pos, self.distance))
+        return spec.rope.rotate_queries(spec.rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.distance))
 
 
-def _moment(seen: Obs) -> Array:
+def _moment(observation: Observation) -> Array:
     """f32[B K H H]: the mean of q q^T over all real queries of a key/value head."""
-    real = (seen.pos >= 0)[:, None, None, :, None]
-    q = jnp.where(real, seen.q.astype(jnp.float32), 0.0)
+    real = (observation.pos >= 0)[:, None, None, :, None]
+    q = jnp.where(real, observation.q.astype(jnp.float32), 0.0)
     number = jnp.maximum(real.sum(3, dtype=jnp.int32) * q.shape[2], 1).astype(jnp.float32)
     return jnp.einsum("bkgth,bkgti->bkhi", q, q, precision=lax.Precision.HIGHEST) / number
 
 
-def _bare(block: Block, spec: LayerSpec) -> Block:
-    """The block with keys without RoPE, in their dtype."""
-    return dataclasses.replace(block, k=spec.rope.bare(block.k, block.pos).astype(block.k.dtype))
+def _bare(block: KVBlock, spec: LayerSpec) -> KVBlock:
+    """The block with keys without RoPE, in their dtype; constant, since codewords only say which tokens are read."""
+    return dataclasses.replace(block, k=lax.stop_gradient(spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)))
 
 
 def _f32(x: Array) -> Array:

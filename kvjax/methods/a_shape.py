@@ -15,7 +15,9 @@ from kvjax.methods.trial import Trial, everything
 
 @dataclasses.dataclass(frozen=True)
 class AShape:
-    """Sinks and a local window, as a pattern of the prompt's own attention; see `kvjax.core.attention.Pattern`."""
+    """Sinks and a local window, as a pattern of the prompt's own attention; see
+    `kvjax.core.attention.AttentionPattern`.
+    """
 
     sinks: int
     recent: int

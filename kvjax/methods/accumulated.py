@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -37,4 +37,4 @@ def accumulated(
     that could see the token (kvpress' observed attention; there with recent=0). decay: A2SF's forgetting factor.
     budget, unit, per as in `snapkv`. The method of the H2O paper evicts at every step: `h2o`.
     """
-    return Method(select=selecting(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))
+    return Method(select=make_selection(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))

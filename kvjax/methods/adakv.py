@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.ranking import BestOfModel, ModelRanking, count_best
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import top
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -19,7 +19,7 @@ from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(HeadShares):
+class AdaKV(HeadBudgets):
     """Each head's share of the layer's best units (Feng et al. 2024, arXiv 2407.11550).
 
     The K * quota best units of all heads together say how many each head would get; of equals the earlier unit comes
@@ -40,12 +40,12 @@ class AdaKV(HeadShares):
         if self.rule not in ("adakv", "kvpress"):
             raise KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         if self.normalise:
             scores = scores * _held_by_best(scores, allowed, quota)
         if self.rule == "adakv":
             return self._mixed(count_best(scores, allowed, quota), quota)
-        safe = jnp.clip(part_of(self.alpha, quota + beside) - beside, 0, quota)
+        safe = jnp.clip(fraction_of(self.alpha, quota + beside) - beside, 0, quota)
         return count_best(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
     def _mixed(self, won: Array, quota: Array) -> Array:
@@ -103,9 +103,9 @@ def adakv(
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
     share = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(apart=Pages(share, page))
+        return Method(side_store=Pages(share, page))
     if rule != "adakv":
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
-    return Method(apart=Pages(BestOfModel(), page), shares=ModelRanking(alpha, normalise))
+    return Method(side_store=Pages(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))

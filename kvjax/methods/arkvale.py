@@ -13,12 +13,13 @@ from kvjax.cache.method import Method
 from kvjax.cache.read.retrieve import Retrieve
 from kvjax.core import memory
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError, exportable
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.quest import Box, Boxes
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
+@exportable
 class Digests(NamedTuple):
     """The boxes of all pages, and what that of the unfinished page is made of."""
 
@@ -45,24 +46,26 @@ class TightBoxes(Boxes):
         reach = distance.sum(3) / count
         return Box((middle - reach).astype(keys.dtype), (middle + reach).astype(keys.dtype))
 
-    def build(self, block: Block) -> Digests:
+    def build(self, block: KVBlock) -> Digests:
         n = (block.pos[:, :1] >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         slot = n // self.size * self.size + jnp.arange(self.size, dtype=jnp.int32)[None, None]
         keys = memory.take(block.k, jnp.minimum(slot, block.pos.shape[2] - 1))
         growing = jnp.where((slot < n)[..., None], keys, jnp.zeros((), keys.dtype))
         return Digests(super().build(block), memory.pack(growing))
 
-    def write(self, aux: Digests, fresh: Block, at: Array) -> Digests:
-        count, (first, offset) = fresh.pos.shape[2], jnp.divmod(at, self.size)
+    def append(self, reader_state: Digests, new_tokens: KVBlock, at: Array) -> Digests:
+        count, (first, offset) = new_tokens.pos.shape[2], jnp.divmod(at, self.size)
         if not count:
-            return aux
+            return reader_state
         pages = (count + self.size - 2) // self.size + 1  # that so many tokens touch at most
-        keys, real = self._by_unit(fresh, offset, pages)
+        keys, real = self._by_unit(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
-        growing = jnp.where(before[..., None], memory.unpack(aux.growing), keys[:, :, 0])
+        growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
-        box = memory.each(lambda held, new: memory.append(held, new, first), aux.box, self.summarise(keys, real))
-        tokens = offset + (fresh.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
+        box = memory.each(
+            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarise(keys, real)
+        )
+        tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
         next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]
         last = jnp.take_along_axis(jnp.where(real[..., None], keys, jnp.zeros((), keys.dtype)), next_page, 2)
         return Digests(box, memory.pack(last[:, :, 0]))

@@ -9,17 +9,17 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.flags import Flagged
 from kvjax.cache.select.gates import Gates, attended
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, paged
 
@@ -29,23 +29,24 @@ class Gate(Scorer):
     """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `Gates`)."""
 
     given: Given
-    hidden: ClassVar[bool] = True
+    needs_hidden: ClassVar[bool] = True
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        seen, K = self.asked(seen), spec.kv_heads
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        observation, K = self.require_observation(observation), spec.num_kv_heads
         wide = (None, None, None)
         arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
-        if query.shape[1] != seen.hidden.shape[3]:
+        if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
                 f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
-                f"{seen.hidden.shape[3]}; make a table for this model, as with `kvjax calibrate attention_gate`"
+                f"{observation.hidden_states.shape[3]}; make a table for this model, as with `kvjax calibrate "
+                "attention_gate`"
             )
-        mixed = attended(seen.hidden, block.pos[:, 0], query, key, value)
+        mixed = attended(observation.hidden_states, block.pos[:, 0], query, key, value)
         here = block.k.shape[1]
         output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), here), over_heads.own(bias, here)
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
-        return by_tokens(logits + bias[None, :, None], block)
+        return token_scores(logits + bias[None, :, None], block)
 
 
 @recipe(
@@ -79,5 +80,5 @@ def attention_gate(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = selecting(Gate(Gates.given(table)), budget, sinks, recent)
-    return Method(select=select, apart=Pages(Flagged(above), page))
+    select = make_selection(Gate(Gates.given(table)), budget, sinks, recent)
+    return Method(select=select, side_store=Pages(Flagged(above), page))

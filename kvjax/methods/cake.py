@@ -7,14 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.budget_allocation import LayerBudgets, match_total
 from kvjax.cache.select.scorers import Window, before_window, in_window
-from kvjax.cache.select.select import selecting
-from kvjax.cache.select.shares import LayerShares, levelled
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Moments, Observation, moments
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Moments, Obs, moments
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -25,24 +25,24 @@ class Shifting(Window):
 
     gamma: float = 200.0
 
-    def received(self, block: Block, obs: Obs, spec: LayerSpec) -> Array:
-        sums, count = _of_window(block, obs, self.queries, spec)
+    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+        sums, count = _of_window(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(LayerShares):
+class Preference(LayerBudgets):
     """Budgets by dispersion^(1/tau1) * shift^(1/tau2) of each layer (Qin et al. 2025, arXiv 2503.12491).
 
-    Both are of the attention that the last `queries` queries of a prompt pay to the tokens before them, summed over all
-    heads: dispersion is -p ln p, summed over queries and tokens, and shift the unbiased variance over the queries,
+    Both are of the attention that the last `num_queries` queries of a prompt pay to the tokens before them, summed over
+    all heads: dispersion is -p ln p, summed over queries and tokens, and shift the unbiased variance over the queries,
     summed over tokens. What the selection keeps in all layers together, beside sinks and recents, is divided in
     proportion and rounded down. Whatever is more than a layer has goes to the others in equal parts, and then what
     rounding left: one more token for the first layers. Each layer keeps at least one token beside sinks and recents.
     Where nothing shifts in any layer, all get the same.
     """
 
-    queries: int = 32
+    num_queries: int = 32
     tau1: float = 1.6
     tau2: float = 0.6
 
@@ -50,10 +50,10 @@ class Preference(LayerShares):
         if min(self.tau1, self.tau2) <= 0:
             raise KvjaxError(f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6")
 
-    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Array:
-        asked = layer.method.select.scorer.asked(seen)
-        sums, count = _of_window(block, asked, self.queries, layer.spec)
-        before = before_window(block, self.queries)[:, :, None]
+    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+        asked = layer.method.select.scorer.require_observation(observation)
+        sums, count = _of_window(block, asked, self.num_queries, layer.spec)
+        before = before_window(block, self.num_queries)[:, :, None]
 
         def of_layer(x: Array) -> Array:
             """f32[B K G S], over the tokens before the window and all heads -> f32[B]."""
@@ -62,26 +62,27 @@ class Preference(LayerShares):
         dispersion = jnp.maximum(of_layer(-sums.p_log_p), 0.0)
         return dispersion ** (1 / self.tau1) * of_layer(_variance(sums, count)) ** (1 / self.tau2)
 
-    def tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
-        budgets = [select.budget.most(i, L) for i in range(L)]
-        if None in budgets:
+        if None in layer.budgets:
             raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)
-        total = jnp.minimum(jnp.array(budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
+        total = jnp.minimum(jnp.array(layer.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
         most = lengths - always
         whole = measures.sum(0, keepdims=True)
         share = jnp.where(whole > 0, measures / jnp.maximum(whole, 1e-30), 1 / L)
         parts = jnp.floor(share * total[None].astype(jnp.float32)).astype(jnp.int32)
-        parts = levelled(parts, parts.sum(0, dtype=jnp.int32), jnp.zeros_like(most), most)
-        return levelled(parts, total, jnp.minimum(most, 1), most) + always[None]
+        parts = match_total(parts, parts.sum(0, dtype=jnp.int32), jnp.zeros_like(most), most)
+        return match_total(parts, total, jnp.minimum(most, 1), most) + always[None]
 
 
-def _of_window(block: Block, obs: Obs, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
+def _of_window(block: KVBlock, observation: Observation, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
     """(what each slot receives from the window's queries, how many these are: f32[B 1 1 1])."""
-    mine = in_window(obs, queries)
+    mine = in_window(observation, queries)
     count = mine.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
-    return moments(block, Obs(obs.q, jnp.where(mine, obs.pos, -1)), spec.window), jnp.maximum(count, 1.0)
+    return moments(block, Observation(observation.q, jnp.where(mine, observation.pos, -1)), spec.window), jnp.maximum(
+        count, 1.0
+    )
 
 
 def _variance(sums: Moments, count: Array) -> Array:
@@ -122,4 +123,6 @@ def cake(
             f"every layer keeps its window of {window} and {sinks} sinks and at least one token more, got "
             f"budget={budget}; use {window + sinks + 1} or more"
         )
-    return Method(select=selecting(scorer, budget, sinks, window, unit, "head"), shares=Preference(window, tau1, tau2))
+    return Method(
+        select=make_selection(scorer, budget, sinks, window, unit, "head"), layer_budgets=Preference(window, tau1, tau2)
+    )

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import arriving, at_slot, kept_scores, lost_tokens
-from kvjax.cache.select.select import Choice
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import arriving, at_slot, kept_scores, lost_tokens
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -30,19 +30,23 @@ class Spread:
 
     window: int = 32
     seed: int = 0
+    layer: int = 0  # from `at`
 
     def __post_init__(self):
         if self.window < 1:
             raise KvjaxError(f"window of CaM must be at least 1 kept token, got {self.window}; its authors use 32")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def at(self, spec: LayerSpec) -> Spread:
+        return dataclasses.replace(self, layer=spec.index)
+
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
         number, mean = (at_slot(x, following) for x in self._windows(kept_scores(kept, choice), held))
         # Not as a quotient: where the mean is 0, any attention is enough.
-        likely = _chance(self.seed, spec, block.pos, lost.shape) * mean < choice.scores.kv
+        likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
         begun = arriving(part, jnp.where(lost & likely & (number > 0), following, n), n)
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
@@ -70,11 +74,11 @@ def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
     return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)
 
 
-def _chance(seed: int, spec: LayerSpec, pos: Array, shape: tuple[int, int, int]) -> Array:
+def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, int, int]) -> Array:
     """f32[B K T]: uniform in [0, 1), by layer, head and position."""
     head = over_heads.first(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
-    layer = jnp.full(shape, spec.index, jnp.int32)
-    bits = draw(seed, layer, jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)) >> 8
+    where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
+    bits = draw(seed, *where) >> 8
     return bits.astype(jnp.float32) * np.float32(2**-24)
 
 

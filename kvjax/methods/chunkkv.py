@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.method import Method
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.scorers import Window
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -33,4 +33,4 @@ def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kerne
     Other scores choose chunks alike: 'keydiff:unit=chunk10,per=layer'.
     """
     scorer = Window(window, kernel, "avg")
-    return Method(select=selecting(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))
+    return Method(select=make_selection(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))

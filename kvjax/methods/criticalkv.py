@@ -8,13 +8,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.reader import cut
-from kvjax.cache.select.represent import check_share
-from kvjax.cache.select.rescore import Rescore
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.cache.select.representatives import check_share
+from kvjax.cache.select.rescoring import SecondStageScorer
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -22,22 +22,22 @@ EPSILON = 1e-4  # a token that nothing attends to may still win by its value
 
 
 @dataclasses.dataclass(frozen=True)
-class ByOutput(Rescore):
+class ByOutput(SecondStageScorer):
     """A token's score, times the L1 norm of what its value adds to the layer's output (CriticalKV, 2502.03805).
 
     The norm is the mean over the query heads of a key/value head. share: of the tokens that a head keeps, those that go
     by the scorer alone.
     """
 
-    output: ClassVar[bool] = True
+    needs_output: ClassVar[bool] = True
     share: float = 0.5
 
     def __post_init__(self):
         check_share(self.share)
 
-    def scores(self, block: Block, own: Array, seen: Obs | None, spec: LayerSpec) -> Array:
+    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         real = block.pos >= 0
-        new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, seen.output)
+        new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, observation.output_projection)
         return jnp.where(real, new, -jnp.inf)
 
 
@@ -81,4 +81,4 @@ def criticalkv(share: float = 0.5) -> Method:
     negative ones a large value makes less. share: of a head's tokens, sinks and window among them, those that go by the
     scorer alone (the paper and kvpress: 0.5).
     """
-    return Method(rescore=ByOutput(share))
+    return Method(second_stage=ByOutput(share))

@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -37,11 +37,11 @@ class Cur(Scorer):
         if self.leverage not in ("product", "mean", "key", "value"):
             raise KvjaxError(f"leverage must be 'product', 'mean', 'key' or 'value', got {self.leverage!r}")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
         key, value = self._share(real.k), self._share(real.v)
         score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
-        return by_tokens(score / jnp.maximum(score.sum(2, keepdims=True), SMALL), block)
+        return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), SMALL), block)
 
     def _share(self, x: Array) -> Array:
         """x [B K S H] -> each token's part of the squared norms in its window, f32[B K S]."""
@@ -79,4 +79,4 @@ def cur(
     "product", "mean", "key" or "value". sinks: first tokens that always stay. As in kvpress. budget, unit, per as in
     `snapkv`.
     """
-    return Method(select=selecting(Cur(window, leverage), budget, sinks, 0, unit, per))
+    return Method(select=make_selection(Cur(window, leverage), budget, sinks, 0, unit, per))

@@ -7,12 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import Lost, arriving, mixed, nearest
-from kvjax.cache.select.select import Choice
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
@@ -37,7 +37,7 @@ class D2O:
         if self.rule not in ("authors", "paper"):
             raise KvjaxError(f"rule of D2O must be 'authors' or 'paper', got {self.rule!r}")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = nearest(block, kept, choice), kept.k.shape[2]
         joins = _by_rank(lost) if self.rule == "authors" else _by_token(lost)

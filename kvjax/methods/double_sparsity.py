@@ -6,21 +6,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.decode.policy import asked, at_least
+from kvjax.cache.decode.policy import at_least, require_observation
 from kvjax.cache.given import Given
 from kvjax.cache.hold.codecs import Codec, Plain
 from kvjax.cache.hold.rows import MinMax, Rows
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.retrieve import Index, Retrieve
 from kvjax.cache.select.channel_order import Channels
 from kvjax.core.attention import scores
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, everything
 
@@ -45,7 +46,7 @@ class LabelChannels(Index):
     bits: int = 16
 
     size: ClassVar[int] = 1
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
         at_least("Double Sparsity", factor=(self.factor, 1))
@@ -57,16 +58,16 @@ class LabelChannels(Index):
         """How labels are held."""
         return Plain() if self.bits == 16 else Rows(MinMax(self.bits))
 
-    def fit(self, block: Block, seen: Obs | None) -> Labels:
-        products = _products(block, asked(seen, "Double Sparsity", "all queries"))
+    def fit(self, block: KVBlock, observation: Observation | None) -> Labels:
+        products = _products(block, require_observation(observation, "Double Sparsity", "all queries"))
         return self.labels(lax.top_k(products, self._count(block))[1], block)
 
-    def in_order(self, order: Array, block: Block) -> Labels:
+    def in_order(self, order: Array, block: KVBlock) -> Labels:
         """Labels of the first channels of an order i32[K H] that is the same for all rows."""
         first = order[None, :, : self._count(block)]
         return self.labels(jnp.broadcast_to(first, (block.k.shape[0], *first.shape[1:])), block)
 
-    def _count(self, block: Block) -> int:
+    def _count(self, block: KVBlock) -> int:
         """Channels of a label."""
         size = block.k.shape[3]
         count = size // self.factor
@@ -77,20 +78,22 @@ class LabelChannels(Index):
             )
         return count
 
-    def again(self, aux: Labels, block: Block) -> Labels:
-        return self.labels(aux.channels, block)
+    def rebuild(self, reader_state: Labels, block: KVBlock) -> Labels:
+        return self.labels(reader_state.channels, block)
 
-    def labels(self, channels: Array, block: Block) -> Labels:
+    def labels(self, channels: Array, block: KVBlock) -> Labels:
         """The labels of a block in channels i32[B K r]."""
         return Labels(channels, self.codec.encode(_take(block.k, channels), block.pos))
 
-    def write(self, aux: Labels, fresh: Block, at: Array) -> Labels:
-        if not fresh.pos.shape[2]:
-            return aux
-        return dataclasses.replace(aux, k=self.codec.write(aux.k, _take(fresh.k, aux.channels), at))
+    def append(self, reader_state: Labels, new: KVBlock, at: Array) -> Labels:
+        if not new.pos.shape[2]:
+            return reader_state
+        return dataclasses.replace(
+            reader_state, k=self.codec.append(reader_state.k, _take(new.k, reader_state.channels), at)
+        )
 
-    def load(self, aux: Labels) -> Labels:
-        return dataclasses.replace(aux, k=self.codec.decode(aux.k))
+    def load(self, reader_state: Labels) -> Labels:
+        return dataclasses.replace(reader_state, k=self.codec.decode(reader_state.k))
 
     def score(self, summary: Labels, q: Array) -> Array:
         return scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
@@ -102,11 +105,13 @@ class Calibrated(Retrieve):
 
     table: Given | None = None
 
-    queries: ClassVar[int | None] = 0
+    num_queries: ClassVar[int | None] = 0
 
-    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Labels:
-        order = self.table.of(spec, order=(spec.kv_heads, spec.head_dim))["order"]
-        return self.index.in_order(over_heads.own(jnp.asarray(order), block.k.shape[1]), block)
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
+        order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
+        return self.index.in_order(
+            over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
+        )
 
 
 def _take(k: Array, channels: Array) -> Array:
@@ -114,11 +119,11 @@ def _take(k: Array, channels: Array) -> Array:
     return jnp.take_along_axis(k, channels[:, :, None], 3)
 
 
-def _products(block: Block, seen: Obs) -> Array:
+def _products(block: KVBlock, observation: Observation) -> Array:
     """f32[B K H]: the sum of |q k| over the tokens of a block, and the mean over query heads."""
     B, K, S, _ = block.k.shape
     at = jnp.broadcast_to(jnp.maximum(block.pos, 0), (B, K, S))  # a query lies at its position
-    q = jnp.take_along_axis(seen.q, at[:, :, None, :, None], 3).astype(jnp.float32)
+    q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
     product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
     return jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.head_tables import HeadWeights
 from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.select import Select
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.selection import Selection
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.sinks_and_recent import Newest
 from kvjax.methods.trial import Trial, paged
@@ -34,7 +34,7 @@ class Streaming(ByTable):
 
     def at(self, spec: LayerSpec) -> Lengths:
         weights = of_all_heads(self.given, spec, "weights")
-        below = -part_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
+        below = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
         full = highest(weights, weights.size - below)[spec.index]
         return Lengths(tuple(ALL if whole else self.streaming for whole in full.tolist()))
 
@@ -60,4 +60,4 @@ def duo_attention(
     makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
     """
     rule = Streaming(HeadWeights.given(table), sparsity, sinks + recent)
-    return Method(select=Select(Newest(), rule, sinks, recent), apart=Pages(rule, page))
+    return Method(select=Selection(Newest(), rule, sinks, recent), side_store=Pages(rule, page))

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.decode.policy import Policy, at_least
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merge import arriving, lost_tokens, mixed
+from kvjax.cache.select.merging import arriving, lost_tokens, mixed
 from kvjax.cache.select.scorers import Accumulated
-from kvjax.cache.select.select import Choice, selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.cache.select.selection import SelectedSlots, make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, constant
 
@@ -32,7 +32,7 @@ class IntoAnchors:
 
     sinks: int
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
         slot = jnp.where(lost, self._nearest(block, kept, lost), n)
@@ -41,7 +41,7 @@ class IntoAnchors:
         k, v = (mixed(x, 1.0, y, one, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
 
-    def _nearest(self, block: Block, kept: Block, lost: Array) -> Array:
+    def _nearest(self, block: KVBlock, kept: KVBlock, lost: Array) -> Array:
         """i32[B K T]: the slot of the anchor nearest to each token, n where there is no anchor."""
         B, K, n = kept.k.shape[:3]
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
@@ -70,11 +70,11 @@ class FixedPoint(Policy):
 
     def check(self, layer: Any) -> None:
         m = layer.method
-        budget = None if m.select is None else m.select.most(layer.spec)
-        if budget is None or m.shares is not None:
+        budget = None if m.select is None else m.select.most()
+        if budget is None or m.layer_budgets is not None:
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
-                "no fixed number; use a selection with a budget in tokens, without slot `shares`"
+                "no fixed number; use a selection with a budget in tokens, without slot `layer_budgets`"
             )
         if budget <= self.distance:
             raise KvjaxError(
@@ -82,15 +82,15 @@ class FixedPoint(Policy):
                 f"budget={self.distance + 1} or more"
             )
 
-    def slots(self, layer: Any) -> int:
-        return layer.method.select.most(layer.spec) + 1
+    def num_slots(self, layer: Any) -> int:
+        return layer.method.select.most() + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         return jnp.where(place < held, place, -1), None
 
-    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
         pos = state.pos
         full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         leaves = max(pos.shape[2] - 1 - self.distance, 0)
@@ -115,5 +115,5 @@ def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25
     first tokens, which always stay beside the last one (1 in the evaluation of the public code, 4 in its class).
     distance: while decoding the token leaves that has so many newer ones (25).
     """
-    select = selecting(Accumulated(), budget, sinks, LAST, per="layer")
+    select = make_selection(Accumulated(), budget, sinks, LAST, per="layer")
     return Method(select=select, merge=IntoAnchors(sinks), decode=FixedPoint(distance))

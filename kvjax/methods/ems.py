@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merge import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.scorers import Scorer, Scores, by_heads, in_window
-from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.select.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.scorers import Scorer, Scores, head_scores, in_window
+from kvjax.cache.select.selection import SelectedSlots, make_selection
 from kvjax.cache.select.units import top
-from kvjax.core.observe import Obs, mass
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -29,18 +29,18 @@ class GlobalLocal(Scorer):
     """
 
     window: int = 32
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
         if self.window < 1:
             raise KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        obs = self.asked(seen)
-        everywhere, number = mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
-        nearby, _ = mass(block, obs, in_window(obs, self.window).astype(jnp.float32), spec.window)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        obs = self.require_observation(observation)
+        everywhere, number = attention_mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
+        nearby, _ = attention_mass(block, obs, in_window(obs, self.window).astype(jnp.float32), spec.window)
         heads = _share(everywhere / jnp.maximum(number, 1.0)[:, :, None]) + _share(nearby)
-        return by_heads(heads, heads.mean(2), block)
+        return head_scores(heads, heads.mean(2), block)
 
 
 def _share(x: Array) -> Array:
@@ -67,12 +67,12 @@ class IntoCentres:
         if not 0 <= self.threshold <= 1:
             raise KvjaxError(f"threshold of EMS is a cosine in [0, 1], got {self.threshold}; use 0.6")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = nearest(block, kept, choice), kept.k.shape[2]
         joins = self._band(lost, choice) & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
-        by = jnp.maximum(jnp.where(lost.mask, choice.scores.kv, 0.0), SMALL)
+        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), SMALL)
         own = jnp.maximum(kept_scores(kept, choice), SMALL)
         whole = own + arriving(by, slot, n)
 
@@ -84,10 +84,10 @@ class IntoCentres:
         k = jnp.where(touched, (directions(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
 
-    def _band(self, lost: Lost, choice: Choice) -> Array:
+    def _band(self, lost: Lost, choice: SelectedSlots) -> Array:
         """bool[B K T]: the lost tokens of the highest scores."""
         stay = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top(choice.scores.kv, lost.mask, part_of(self.band, stay.sum(-1, dtype=jnp.int32)))
+        return top(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
 
 
 def _norms(keys: Array) -> Array:
@@ -116,5 +116,5 @@ def ems(
     stay. threshold: the least cosine of two keys that merge. sinks: first tokens that always stay. The last four have
     no verified source.
     """
-    select = selecting(GlobalLocal(window), budget, sinks, window)
+    select = make_selection(GlobalLocal(window), budget, sinks, window)
     return Method(select=select, merge=IntoCentres(band, threshold))

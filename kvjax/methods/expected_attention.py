@@ -8,16 +8,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
-from kvjax.cache.select.scorers import Scorer, Scores, by_heads
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, head_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG, weights
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -32,7 +32,7 @@ class ExpectedAttention(Scorer):
     over a key/value head's query heads follow. Sinks score 0: the selection keeps them in any case.
     """
 
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
     sinks: int = 4
     future: int = 512
     covariance: bool = True
@@ -45,21 +45,21 @@ class ExpectedAttention(Scorer):
         if self.epsilon < 0:
             raise KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block = block.clean()
-        logits = expected_logits(block.k, *self._to_come(block, self.asked(seen), spec.rope))
+        logits = expected_logits(block.k, *self._to_come(block, self.require_observation(observation), spec.rope))
         readable = still_seen(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
         p, _, l = weights(jnp.where(readable, logits, NEG))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
             heads = (heads + self.epsilon) * norms[:, :, None]
-        return by_heads(heads, heads.mean(2), block)
+        return head_scores(heads, heads.mean(2), block)
 
-    def _to_come(self, block: Block, seen: Obs, rope: Rope) -> tuple[Array, Array | None]:
+    def _to_come(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
         """Mean f32[B K G H] and covariance f32[B K G H H] of the queries to come."""
-        counted, steps = seen.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
-        bare = mean_over_bare(seen, counted, rope, sum_of_queries)[:, :, :, None]
+        counted, steps = observation.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
+        bare = mean_over_bare(observation, counted, rope, sum_of_queries)[:, :, :, None]
         mean = turned_ahead(bare, rope, block, steps)[:, :, :, 0]
         if not self.covariance:
             return mean, None
@@ -68,7 +68,7 @@ class ExpectedAttention(Scorer):
             apart = (q - bare) * counts
             return jnp.einsum("bkgqh,bkgqi->bkghi", apart, apart)
 
-        half = turned_ahead(mean_over_bare(seen, counted, rope, products), rope, block, steps)
+        half = turned_ahead(mean_over_bare(observation, counted, rope, products), rope, block, steps)
         return mean, turned_ahead(half.swapaxes(3, 4), rope, block, steps)
 
 
@@ -118,4 +118,4 @@ def expected_attention(
     as in `snapkv`.
     """
     scorer = ExpectedAttention(sinks, future, covariance, value_norms, epsilon)
-    return Method(select=selecting(scorer, budget, sinks, unit=unit, per=per))
+    return Method(select=make_selection(scorer, budget, sinks, unit=unit, per=per))

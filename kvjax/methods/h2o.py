@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec, LayerState
-from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, without_lowest
+from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs, mass
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, constant
 
@@ -43,8 +43,8 @@ class H2O(Policy):
     normalise: str = "none"
     granularity: str = "kv"
 
-    queries: ClassVar[int | None] = None  # all of the prompt's
-    weights: ClassVar[bool] = True
+    num_queries: ClassVar[int | None] = None  # all of the prompt's
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
@@ -55,14 +55,14 @@ class H2O(Policy):
         if self.granularity not in ("kv", "layer"):
             raise KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         return self.heavy + self.recent + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
-        seen = asked(seen, "H2O", "all queries")
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Array]:
+        observation = require_observation(observation, "H2O", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
-        age = jnp.where(seen.pos < 0, 0, last - seen.pos).astype(jnp.float32)
-        received = mass(block, seen, jnp.float32(self.decay) ** age, layer.spec.window)[0]
+        age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
+        received = attention_mass(block, observation, jnp.float32(self.decay) ** age, layer.spec.window)[0]
         score = self._share(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
         protected = pos > last[..., None] - self.recent
@@ -70,11 +70,11 @@ class H2O(Policy):
         chosen = best(rank, pos, min(self.heavy + self.recent, slots))
         return chosen, marks_at(score, chosen, slots)
 
-    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t = q_pos[:, None]  # [B 1 1]
         # What was in the slot of the newest token before it came does not count.
-        before = jnp.where(state.pos == t, 0.0, state.marks)
-        score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.marks)
+        before = jnp.where(state.pos == t, 0.0, state.policy_state)
+        score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.policy_state)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
         rank = self._rank(score, state.pos, t, layer.spec)
         return without_lowest(rank, state.pos, old, t >= 0), score

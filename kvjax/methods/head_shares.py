@@ -11,15 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import Budget, kept_by_length
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.budget_allocation import HeadBudgets
+from kvjax.cache.select.budgets import Budget, budgets_of_layers, kept_by_length
 from kvjax.cache.select.ranking import Candidates, Counted
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.select import Select
-from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.selection import Selection
 from kvjax.cache.tables import Kind, table
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
@@ -63,14 +63,14 @@ class CalibratedShares(Kind):
             # Scores do not depend on the budget: only the number of places does.
             budget = (lengths * part.numerator // part.denominator)[None]
             places = jnp.maximum(budget - measures.always, 0) // size
-            kept.append(layer.shares(measures._replace(quota=places), lengths))
+            kept.append(layer.divide_budget(measures._replace(quota=places), lengths))
         tokens = jnp.stack(kept, -1)
         every = jnp.broadcast_to(tokens.sum((0, 2), keepdims=True, dtype=jnp.int32), tokens.shape)
         return {"kept": tokens, "every": every, "length": jnp.broadcast_to(lengths[None, :, None], shape)}
 
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         length = counted["length"]
-        fractions = counted["every"][0] / (length[0] * spec.layers * spec.kv_heads)
+        fractions = counted["every"][0] / (length[0] * spec.num_layers * spec.num_kv_heads)
         if not (np.diff(fractions, prepend=0) > 0).all():
             raise KvjaxError(
                 f"the texts do not leave room for what always stays at a budget of {FRACTIONS[0]} of their tokens: "
@@ -84,7 +84,7 @@ class CalibratedShares(Kind):
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         fractions = np.array(FRACTIONS, np.float64)
-        lean = rng.uniform(-1, 1, spec.kv_heads)
+        lean = rng.uniform(-1, 1, spec.num_kv_heads)
         lean = (lean - lean.mean()) / max(np.abs(lean - lean.mean()).max(), 1e-9)
         shares = fractions + 0.5 * lean[:, None] * fractions * (1 - fractions)
         return {"shares": shares.astype(np.float32), "fractions": fractions.astype(np.float32)}
@@ -109,7 +109,7 @@ class Division:
     def tokens(self, longest: int) -> np.ndarray:
         """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
         # The selection's own check: a budget in tokens must have room for what stays in any case.
-        kept_by_length(self.budget, longest, 0, self.model[0], self.sinks + self.recent)
+        kept_by_length(self.budget, longest, self.sinks + self.recent)
         return _tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,7 +118,7 @@ class Division:
         This is `units.split` for all lengths at once.
         """
         length = np.arange(longest + 1)
-        budget = self.budget.by_length(longest, 0, self.model[0])
+        budget = self.budget.by_length(longest)
         keep = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
         front = np.minimum(self.sinks, keep)
         back = np.minimum(self.recent, keep - front)
@@ -154,7 +154,7 @@ def _tokens_of_lengths(
     if division.represented:
         # Representatives take equally many places of each head of a layer, so that each must have as many.
         in_mean = -(-units.sum(2) // K)
-        least = np.asarray(part_of(division.represented, in_mean))[..., None]
+        least = np.asarray(fraction_of(division.represented, in_mean))[..., None]
         total = np.maximum(units.sum(2), K * least[..., 0])
         of_layers, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
         every = round_to_totals(of_layers, total.reshape(-1), least, np.repeat(most, L)[:, None])
@@ -188,7 +188,7 @@ def _arrays(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray,
     for i in range(model[0]):
         spec = LayerSpec(i, *model, None, Rope(model[3]))
         size = given.of(spec, fractions=(None,))["fractions"].shape[0]
-        found = given.of(spec, shares=(spec.kv_heads, size), fractions=(size,))
+        found = given.of(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(found["shares"].astype(np.float64))
         fractions.append(found["fractions"].astype(np.float64).tolist())
     at, anew = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
@@ -212,35 +212,34 @@ def _arrays(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray,
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDivision(HeadShares, Budget):
+class LayerDivision(HeadBudgets, Budget):
     """A division in one layer: the mean of its heads, as the selection's budget, and what each head keeps."""
 
     division: Division
-    index: int
-    level = True  # the index above says which layer it is
+    index: int  # of the layer
 
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def by_length(self, longest: int, layer: int, layers: int) -> np.ndarray:
+    def by_length(self, longest: int) -> np.ndarray:
         """The mean over the heads, rounded up to whole units."""
         tokens, size = self.tokens_by_length(longest), self.division.size
         always = self.division.quota(longest)[0]
         units = (tokens - always[:, None]).sum(1) // size
         return (always - size * (-units // tokens.shape[1])).astype(np.int32)
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
-        return int(self.by_length(length, layer, layers)[length])
+    def kept(self, length: int) -> int:
+        return int(self.by_length(length)[length])
 
-    def most(self, layer: int, layers: int) -> int | None:
-        most = self.division.budget.most(0, layers)
+    def most(self) -> int | None:
+        most = self.division.budget.most()
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
         first = _arrays(self.division.given, self.division.model)[0][0]
-        return int(self.by_length(int(most / first) + 2 * self.division.size, layer, layers).max())
+        return int(self.by_length(int(most / first) + 2 * self.division.size).max())
 
-    def of_rows(self, lengths: Array, longest: int) -> HeadShares:
+    def of_rows(self, lengths: Array, longest: int) -> HeadBudgets:
         return _OfRows(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
 
 
@@ -248,11 +247,11 @@ class _OfRows(Counted):
     """Numbers of a layer whose budget is its own: its heads take each other's places, and no other layer's."""
 
     def others(self, spec: LayerSpec) -> int:
-        return spec.kv_heads - 1
+        return spec.num_kv_heads - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibratedDivision(HeadShares):
+class CalibratedDivision(HeadBudgets):
     """The rule of a table: with a layer and its selection it becomes a `LayerDivision`."""
 
     given: Given
@@ -261,15 +260,15 @@ class CalibratedDivision(HeadShares):
         _arrays(self.given, _shape(spec))
         return self
 
-    def bind_budget(self, method: Any, spec: LayerSpec) -> tuple[Select, HeadShares]:
+    def bind_budget(self, method: Any, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
         select = method.select
-        if not select.budget.level:
+        if len(set(budgets_of_layers(budget, spec))) > 1:
             raise IncompatibleMethod(
-                f"head shares (slot `apart`) divide one budget among all layers, and {type(select.budget).__name__} "
-                "(slot `select`) has divided it already; give all layers the same, as in 'snapkv:budget=256 + "
-                "head_shares'"
+                "head shares (slot `side_store`) divide one budget among all layers, and "
+                f"{type(select.budget).__name__} (slot `select`) has divided it already; give all layers the same, as "
+                "in 'snapkv:budget=256 + head_shares'"
             )
-        represented = 0.0 if method.represent is None else method.represent.share
+        represented = 0.0 if method.representatives is None else method.representatives.share
         division = Division(
             self.given, _shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
         )
@@ -278,7 +277,7 @@ class CalibratedDivision(HeadShares):
 
 
 def _shape(spec: LayerSpec) -> tuple[int, int, int, int]:
-    return spec.layers, spec.kv_heads, spec.groups, spec.head_dim
+    return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
 
 
 _SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
@@ -304,4 +303,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> Method:
     `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
     and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
     """
-    return Method(apart=Pages(CalibratedDivision(CalibratedShares.given(table)), page))
+    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.given(table)), page))

@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select import scorers
 from kvjax.cache.select.head_tables import HeadWeights
 from kvjax.cache.select.heads import ByTable, Lengths, of_all_heads
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.types import KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, paged
@@ -85,4 +85,4 @@ def headkv(
     """
     rule = Important(HeadWeights.given(table), budget, window, beta)
     scorer = scorers.Window(window, kernel, pool)
-    return Method(select=selecting(scorer, rule, 0, window), apart=Pages(rule, page))
+    return Method(select=make_selection(scorer, rule, 0, window), side_store=Pages(rule, page))

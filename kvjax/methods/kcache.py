@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.cache.read.reader import Reader, Reading, by_query_blocks, logits, shares
+from kvjax.cache.protocol import LayerState
+from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits, shares
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, KvjaxError, Partial
 from kvjax.methods.catalogue import recipe
@@ -38,23 +38,29 @@ class TopV(Reader):
             raise KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
         keys = layer.k.load(state.k)
 
-        def attend(q: Array, q_pos: Array) -> Reading:
+        def attend(q: Array, q_pos: Array) -> ReadResult:
             B, K, G, T, H = q.shape
             p, m, l = weights(logits(layer, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
             by = p if self.granularity == "query" else (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
             idx = lax.top_k(by, n)[1]  # [B K G|1 T n]
-            values = layer.v.rows(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
+            values = layer.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
             values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
-            return Reading(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
+            return ReadResult(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
 
-        return by_query_blocks(attend, q, q_pos, 64)._replace(carry=carry)
+        return by_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 
 
 def _bytes(x: Sizes) -> Bytes:

@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -24,11 +24,11 @@ class KeyDiff(Scorer):
     The mean is that of the keys at unit length, over a row's real tokens; a key of zeros points nowhere and scores 0.
     """
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         direction = _unit(block.clean().k.astype(jnp.float32))
         count = jnp.maximum((block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32), 1)
         anchor = direction.sum(2, keepdims=True) / count[..., None].astype(jnp.float32)
-        return by_tokens(-(direction * _unit(anchor)).sum(-1), block)
+        return token_scores(-(direction * _unit(anchor)).sum(-1), block)
 
 
 def _unit(x: Array) -> Array:
@@ -53,4 +53,4 @@ def keydiff(
 
     budget, unit, per as in `snapkv`. With 'keydiff + recompress:every=1' it chooses again at every step.
     """
-    return Method(select=selecting(KeyDiff(), budget, sinks, recent, unit, per))
+    return Method(select=make_selection(KeyDiff(), budget, sinks, recent, unit, per))

@@ -8,18 +8,19 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec, LayerState
-from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, without_lowest
+from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs, mass
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError, exportable
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, constant
 
 
+@exportable
 class Marks(NamedTuple):
     """What is counted."""
 
@@ -46,9 +47,10 @@ class Keyformer(Policy):
     tau_end: float = 2.0
     steps: int = 100
     seed: int = 0
+    layer: int = 0  # from `at`
 
-    queries: ClassVar[int | None] = None  # all of the prompt's
-    weights: ClassVar[bool] = True
+    num_queries: ClassVar[int | None] = None  # all of the prompt's
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
@@ -58,32 +60,35 @@ class Keyformer(Policy):
                 "and 2"
             )
 
-    def slots(self, layer: Any) -> int:
+    def at(self, spec: LayerSpec) -> Keyformer:
+        return dataclasses.replace(self, layer=spec.index)
+
+    def num_slots(self, layer: Any) -> int:
         return self.budget + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Marks]:
-        seen = asked(seen, "Keyformer", "all queries")
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Marks]:
+        observation = require_observation(observation, "Keyformer", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
 
         def noisy(logits: Array, q_pos: Array, pos: Array) -> Array:
             return (logits + self.noise(layer.spec, logits.shape[1], q_pos, pos)) / self.tau
 
-        every = jnp.ones(seen.pos.shape)
-        score = mass(block, seen, every, layer.spec.window, change=noisy)[0].sum(2)
+        every = jnp.ones(observation.pos.shape)
+        score = attention_mass(block, observation, every, layer.spec.window, logit_transform=noisy)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
         chosen = best(rank, pos, min(self.budget, slots))
         return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
 
-    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
-        t, prompt = q_pos[:, None], state.marks.prompt  # [B 1 1], [B]
+    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
+        t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps
         noise = self.noise(layer.spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
         added = tempered(weights, noise, tau[..., None]).sum(2)
         # What was in the slot of the newest token before it came does not count.
-        before = jnp.where(state.pos == t, 0.0, state.marks.score)
-        score = jnp.where(t >= 0, before + added, state.marks.score)
+        before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
+        score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
         return without_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
 
@@ -92,9 +97,9 @@ class Keyformer(Policy):
 
         q_pos i32[B T], pos i32[B 1|K S].
         """
-        layer = jnp.full((1, 1, 1, 1, 1), spec.index, jnp.int32)
+        layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
         head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
-        group = jnp.arange(spec.groups, dtype=jnp.int32)[None, None, :, None, None]
+        group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
         return -jnp.log(-jnp.log(uniform))

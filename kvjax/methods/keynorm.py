@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -23,8 +23,8 @@ class KeyNorm(Scorer):
 
     comparable = False  # each layer's norms are on a scale of their own
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        return by_tokens(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        return token_scores(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
 
 
 @recipe(
@@ -40,4 +40,4 @@ def keynorm(
     budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
 ) -> Method:
     """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
-    return Method(select=selecting(KeyNorm(), budget, sinks, recent, unit, per))
+    return Method(select=make_selection(KeyNorm(), budget, sinks, recent, unit, per))

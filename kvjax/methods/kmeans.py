@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.method import Method
-from kvjax.cache.select.represent import Units, check_share
+from kvjax.cache.select.representatives import Units, check_share
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KvjaxError
@@ -39,11 +39,11 @@ class KMeans:
         if self.features not in ("keys", "bits"):
             raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
-    def representatives(self, units: Units, count: Array, places: int) -> Array:
-        """Units -> i32[B places] as in `Represent`; place i is that of centroid i."""
+    def choose(self, units: Units, count: Array, places: int) -> Array:
+        """Units -> i32[B places] as in `Representatives`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
-            short = self.representatives(units, count, U)
+            short = self.choose(units, count, U)
             return jnp.pad(short, [(0, 0), (0, places - U)], constant_values=-1)
         x = jnp.where(units.candidates[..., None], self._features(units), 0.0)
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], units.valid.shape)
@@ -109,4 +109,4 @@ def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", se
     Use it as in 'snapkv:budget=256 + kmeans'. share: as in `kvcrush`. iterations: Lloyd's, of each row. features:
     "keys", or "bits", those of kvcrush; the paper does not say which. seed: of the centroids that it starts from.
     """
-    return Method(represent=KMeans(share, iterations, features, seed))
+    return Method(representatives=KMeans(share, iterations, features, seed))

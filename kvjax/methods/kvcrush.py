@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.method import Method
-from kvjax.cache.select.represent import Units, check_share
+from kvjax.cache.select.representatives import Units, check_share
 from kvjax.cache.select.units import top
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
@@ -52,8 +52,8 @@ class KVCrush:
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def representatives(self, units: Units, count: Array, places: int) -> Array:
-        """Section III-B, and Units -> i32[B places] as in `Represent`."""
+    def choose(self, units: Units, count: Array, places: int) -> Array:
+        """Section III-B, and Units -> i32[B places] as in `Representatives`."""
         return self.by_signature(votes(units, self.bits), units, count, places)
 
     def by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
@@ -153,4 +153,4 @@ def kvcrush(
     0.25 on LongBench, 0.2 to 0.5 best). anchor: "random", "mean", "alternate", "zeros" or "ones". rule: "buckets",
     "stride" or "bins"; bits: "heads" (the paper) or "positions" (OpenVINO); both are explained in `KVCrush`.
     """
-    return Method(represent=KVCrush(share, anchor, rule, bits, seed))
+    return Method(representatives=KVCrush(share, anchor, rule, bits, seed))

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import arriving, at_slot, directions, lost_tokens, mixed
-from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, before_window, below_others, by_heads
-from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import arriving, at_slot, directions, lost_tokens, mixed
+from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
+from kvjax.cache.select.selection import SelectedSlots, make_selection
 from kvjax.cache.select.units import top
 from kvjax.core import memory
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
@@ -41,7 +41,7 @@ class Sets:
                 f"2 heavy + recent + 1, got budget={self.budget}; raise it to {max(least, 1)} or protect fewer"
             )
 
-    def of(self, block: Block, scores: Array) -> Array:
+    def of(self, block: KVBlock, scores: Array) -> Array:
         """i32[B K T]: the set of each token, counted from its row's first, T in empty slots; scores f32[B K T]."""
         T = scores.shape[2]
         real, old = block.pos >= 0, before_window(block, self.recent)
@@ -53,7 +53,7 @@ class Sets:
         joined = top(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joined, 2, dtype=jnp.int32) - 1, T)
 
-    def pivots(self, block: Block, scores: Array) -> Array:
+    def pivots(self, block: KVBlock, scores: Array) -> Array:
         """bool[B K T]: the most attended token of each set, of equals the first."""
         sets, T = self.of(block, scores), scores.shape[2]
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
@@ -79,12 +79,14 @@ class Pivots(Scorer):
     """Attention summed over the prompt, with what is no pivot of its set below all pivots."""
 
     sets: Sets
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, seen, spec)
-        others = (block.pos >= 0) & ~self.sets.pivots(block, found.kv)
-        return by_heads(below_others(found.heads, others[:, :, None]), below_others(found.kv, others), block)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        found = Accumulated().scores(block, observation, spec)
+        others = (block.pos >= 0) & ~self.sets.pivots(block, found.per_kv_head)
+        return head_scores(
+            below_others(found.per_query_head, others[:, :, None]), below_others(found.per_kv_head, others), block
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Gaussian:
         if self.sigma < 0:
             raise KvjaxError(f"sigma of KVMerger must be 0 (each set's own) or positive, got {self.sigma}; use 0")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         slot, n = self._slots(block, kept, choice), kept.k.shape[2]
         number = arriving(jnp.ones(slot.shape), slot, n)
@@ -117,10 +119,10 @@ class Gaussian:
         k, v = (mixed(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
-    def _slots(self, block: Block, kept: Block, choice: Choice) -> Array:
+    def _slots(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots) -> Array:
         """i32[B K T]: the slot that each lost token goes into, n for none."""
         # Heavy hitters are pivots, so these scores say the same of them as the attention did.
-        sets, n = self.sets.of(block, choice.scores.kv), kept.k.shape[2]
+        sets, n = self.sets.of(block, choice.scores.per_kv_head), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots, kept.k.shape[:3])
         of_kept = jnp.where(held >= 0, jnp.take_along_axis(sets, jnp.maximum(held, 0), 2), sets.shape[2])
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], held.shape)
@@ -156,4 +158,4 @@ def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float
     own; see `Gaussian`. count: a slot also weighs as many times as it stands for tokens.
     """
     sets = Sets(budget, heavy, recent)
-    return Method(select=selecting(Pivots(sets), budget, recent=recent), merge=Gaussian(sets, sigma, count))
+    return Method(select=make_selection(Pivots(sets), budget, recent=recent), merge=Gaussian(sets, sigma, count))

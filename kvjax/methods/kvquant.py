@@ -68,6 +68,6 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     keys = NonUniform(bits, every, "channel", levels, "keys")
     values = NonUniform(bits, every, "token", levels, "values")
     return Method(
-        k=FirstExact(Sparse(keys, OfChannels(outliers), bare=True), first),
+        k=FirstExact(Sparse(keys, OfChannels(outliers), pre_rope=True), first),
         v=FirstExact(Sparse(values, OfTokens(outliers)), first),
     )

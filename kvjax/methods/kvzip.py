@@ -7,16 +7,17 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, Probe
 from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, Replay
 from kvjax.cache.read.reader import cut
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, paged, selected
 
@@ -46,33 +47,39 @@ class Repeated(Scorer):
             )
 
     @property
-    def probe(self) -> Probe:
+    def replay(self) -> Replay:
         """The repetition, in KVzip's words."""
-        return Probe(self.chunk, self.lead, FIRST, LATER)
+        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first=FIRST, later=LATER)
 
     @property
-    def output(self) -> bool:
+    def needs_output(self) -> bool:
         """KVzip+ asks what values add to the layer's output."""
         return self.plus
 
     @property
-    def hidden(self) -> bool:
+    def needs_hidden(self) -> bool:
         """KVzip+ asks for the hidden states of the repetition."""
         return self.plus
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        return by_tokens(self.asked(seen).probed, block)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        return token_scores(self.require_observation(observation).replay_scores, block)
 
-    def look(self, block: Block, start: Array, seen: Obs, fresh: Block, before: Array, spec: LayerSpec) -> Array:
+    def update_scores(
+        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
+    ) -> Array:
         size = min(self.chunk, block.pos.shape[2])
         first = jnp.minimum(start, block.pos.shape[2] - size)
-        piece = Block(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
+        piece = KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
         earlier = block.first(self.sinks)
         earlier_pos = jnp.where(earlier.pos < start, earlier.pos, -1)
         own_pos = jnp.where(piece.pos >= start, piece.pos, -1)
-        keys = jnp.concatenate([piece.k, earlier.k, fresh.k], 2)
-        pos = jnp.concatenate([own_pos, earlier_pos, fresh.pos], 2)
-        counts = jnp.ones((1, 1, 1, size)) if seen.output is None else _reach(piece.v, seen.output)
+        keys = jnp.concatenate([piece.k, earlier.k, new.k], 2)
+        pos = jnp.concatenate([own_pos, earlier_pos, new.pos], 2)
+        counts = (
+            jnp.ones((1, 1, 1, size))
+            if observation.output_projection is None
+            else _reach(piece.v, observation.output_projection)
+        )
 
         def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, asking = queries
@@ -80,9 +87,9 @@ class Repeated(Scorer):
             given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
             return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
 
-        asking = _inverse_norms(seen)
-        blocks = cut(seen.q, 3, 64), cut(seen.pos, 1, 64, -1), cut(asking, 1, 64)
-        most, _ = lax.scan(add, jnp.zeros(piece.k.shape[:3]), blocks)
+        asking = _inverse_norms(observation)
+        blocks = cut(observation.q, 3, 64), cut(observation.pos, 1, 64, -1), cut(asking, 1, 64)
+        most, _ = lax.scan(add, vary(jnp.zeros(piece.k.shape[:3])), blocks)
         most = jnp.where(own_pos >= 0, most, 0.0)
         held = lax.dynamic_slice_in_dim(before, first, size, 2)
         return lax.dynamic_update_slice_in_dim(before, jnp.maximum(held, most), first, 2)
@@ -94,12 +101,12 @@ def _reach(v: Array, output: Array) -> Array:
     return jnp.linalg.norm(added, axis=-1)
 
 
-def _inverse_norms(seen: Obs) -> Array:
+def _inverse_norms(observation: Observation) -> Array:
     """One over the norm of the hidden state behind each query, f32[B Q]; 1 where none is asked for."""
-    if seen.hidden is None:
-        return jnp.ones(seen.pos.shape)
-    norms = jnp.linalg.norm(seen.hidden[:, 0].astype(jnp.float32), axis=-1)
-    return jnp.where(seen.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
+    if observation.hidden_states is None:
+        return jnp.ones(observation.pos.shape)
+    norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
+    return jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
 
 
 @recipe(
@@ -141,4 +148,4 @@ def kvzip(
     length are held, if level is not "head". Costs about two more prefills; the prompt itself attends exactly. With
     level=model bytes are planned as an upper bound, and scores are computed twice.
     """
-    return Method(select=selecting(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page))
+    return Method(select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page))

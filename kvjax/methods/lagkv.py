@@ -6,14 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.cache.select.units import by_unit
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -41,7 +41,7 @@ class LagKV(Scorer):
         if self.lag < 1:
             raise KvjaxError(f"lag must be at least 1 token, got {self.lag}; kvpress uses 128")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
         keys, values = (by_unit(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
         scored = (_spread(keys) + _spread(values)) / 2
@@ -54,7 +54,7 @@ class LagKV(Scorer):
         recency = slot.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         unscored = jnp.where(slot < self.sinks, 2.0, 1.0 + recency)
         end_of_next = self.sinks + ((slot - self.sinks) // self.lag + 2) * self.lag
-        return by_tokens(jnp.where((slot >= self.sinks) & (end_of_next <= length), scored, unscored), block)
+        return token_scores(jnp.where((slot >= self.sinks) & (end_of_next <= length), scored, unscored), block)
 
 
 def _spread(x: Array) -> Array:
@@ -92,4 +92,4 @@ def lagkv(
     Both as in kvpress (the class in the authors' code: 1024 and 16). cross: partitions compete with one another.
     budget, unit, per as in `snapkv`. 'lagkv + recompress:every=128' goes on while decoding.
     """
-    return Method(select=selecting(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))
+    return Method(select=make_selection(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))

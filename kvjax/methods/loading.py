@@ -143,10 +143,7 @@ def _find_module(path: Path) -> types.ModuleType | None:
 
 
 def _module_name(path: Path) -> str:
-    """The file's own name, as `import` would have it, unless that is another module's.
-
-    The identity of a method has this name, so a run from the command line goes on in Python and the other way round.
-    """
+    """The file's own name, as `import` would have it, unless that is another module's."""
     name = path.stem
     taken = name in sys.modules
     if not taken and name.isidentifier():

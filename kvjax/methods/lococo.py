@@ -6,14 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.convolution import Convolution, convolved
 from kvjax.cache.select.convolution_table import Convolutions
 from kvjax.cache.select.scorers import Accumulated
-from kvjax.cache.select.select import Choice, selecting
-from kvjax.core.types import Block, KvjaxError
+from kvjax.cache.select.selection import SelectedSlots, make_selection
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -26,7 +26,7 @@ class Convolved:
     budget: int
     recent: int
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         arrays = self.given.of(spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)).values()
         by = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
         slots, width = by.weight.shape[0], by.weight.shape[2]
@@ -63,5 +63,5 @@ def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method
     0). table: a file of kind `lococo`, whose class says how the public code's weights are laid out; those that ship
     with kvjax are made as by `kvjax calibrate lococo`.
     """
-    select = selecting(Accumulated(), budget, 0, recent)
+    select = make_selection(Accumulated(), budget, 0, recent)
     return Method(select=select, merge=Convolved(Convolutions.given(table), budget, recent))

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.retaining import RetainingHeads, by_head, retained
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -29,14 +29,14 @@ class Retaining(Scorer):
     """
 
     given: Given
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        K, columns = spec.kv_heads, (spec.kv_heads * spec.groups + 2 * spec.kv_heads) * spec.head_dim
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
         fc1, fc2 = self.given.of(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (by_head(fc1, spec), fc2))
         own = (over_heads.own(x, block.k.shape[1]) for x in weights)
-        return by_tokens(retained(block, self.asked(seen), *own, spec.rope), block)
+        return token_scores(retained(block, self.require_observation(observation), *own, spec.rope), block)
 
 
 @recipe(
@@ -65,4 +65,4 @@ def locret(
     `kvjax calibrate locret` does, by linear regression where the paper trains for 3,000 steps.
     """
     scorer = Retaining(RetainingHeads.given(table))
-    return Method(select=selecting(scorer, budget, sinks, recent, unit, per))
+    return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merge import Lost, arriving, mixed, nearest
-from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, below_others, by_heads
-from kvjax.cache.select.select import Choice, selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.select.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, below_others, head_scores
+from kvjax.cache.select.selection import SelectedSlots, make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -26,14 +26,16 @@ class TextPrior(Scorer):
     """H2O's attention summed over the prompt, with image tokens below all text (Wan et al. 2024, arXiv 2406.18139)."""
 
     images: tuple[tuple[int, int], ...] = ()  # first and last positions
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, seen, spec)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        found = Accumulated().scores(block, observation, spec)
         image = jnp.zeros(block.pos.shape, bool)
         for first, last in self.images:
             image |= (block.pos >= first) & (block.pos <= last)
-        return by_heads(below_others(found.heads, image[:, :, None]), below_others(found.kv, image), block)
+        return head_scores(
+            below_others(found.per_query_head, image[:, :, None]), below_others(found.per_kv_head, image), block
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class IntoNearest:
         if self.rule not in RULES:
             raise KvjaxError(f"rule of LOOK-M must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = nearest(block, kept, choice), kept.k.shape[2]
         number = arriving(jnp.ones(lost.slot.shape), lost.slot, n)
@@ -106,6 +108,6 @@ def lookm(
     matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
     """
     return Method(
-        select=selecting(TextPrior(_ranges(images)), budget, sinks, recent),
+        select=make_selection(TextPrior(_ranges(images)), budget, sinks, recent),
         merge=IntoNearest(rule),
     )

@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.merge import SMALL, arriving, mixed, nearest
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.select import Choice
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import SMALL, arriving, mixed, nearest
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.cache.select.units import top
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -33,13 +33,13 @@ class IntoValues:
         if not 0 < self.fraction <= 1:
             raise KvjaxError(f"fraction of merging must lie in (0, 1], got {self.fraction}; kvpress uses 1")
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = nearest(block, kept, choice), kept.k.shape[2]
         joins = lost.mask & (lost.cosine >= self.threshold)
         if self.fraction < 1:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
-            number = 1 + part_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
+            number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
             joins &= top(lost.cosine, lost.mask, number)
         theirs, there = _norms(block.v), jnp.minimum(lost.slot, n - 1)
         share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + SMALL)

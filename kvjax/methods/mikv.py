@@ -60,4 +60,4 @@ def mikv(
         tier = BalancedTier(Accumulated(), share, Balanced(coded), coded, recent)
     else:
         tier = Tier(Accumulated(), share, coded, coded, recent)
-    return Method(apart=tier, k=held, v=held)
+    return Method(side_store=tier, k=held, v=held)

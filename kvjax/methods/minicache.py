@@ -30,4 +30,4 @@ def minicache(t: float = 0.6, share: float = 0.05, start: float = 0.5) -> Method
     them); they hold everything, and so does a last layer without another. What is decoded stays exact. Compose it with
     a codec, as in 'minicache + int4', to hold directions and what stays exact in fewer bits.
     """
-    return Method(apart=SharedDirections(t, share, start))
+    return Method(side_store=SharedDirections(t, share, start))

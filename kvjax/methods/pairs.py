@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvjax.cache.compose import compose
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.core.types import IncompatibleMethod, SlotTaken
 from kvjax.methods.strings import parse
 
-LAYER = LayerSpec(index=3, layers=4, kv_heads=2, groups=2, head_dim=32, window=None, rope=Rope(32))
+LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
 """A layer of the shipped model, for which tables ship; methods have their default sizes on it."""
 
 SELECTION = "snapkv"
@@ -19,11 +19,11 @@ SELECTION = "snapkv"
 
 BOTH = {
     "select": "both choose which prompt tokens stay",
-    "rescore": "both score a part of what stays anew",
-    "represent": "both choose what stands for the lost tokens",
+    "second_stage": "both score a part of what stays anew",
+    "representatives": "both choose what stands for the lost tokens",
     "merge": "both fold lost tokens into others",
-    "shares": "both divide the budget among layers",
-    "apart": "both hold prompt tokens apart",
+    "layer_budgets": "both divide the budget among layers",
+    "side_store": "both hold prompt tokens apart",
     "decode": "both say which token leaves while decoding",
     "positions": "both say how positions are counted",
     "k": "both say how keys are held",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.method import Method
 from kvjax.cache.select import budgets, scorers
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -40,4 +40,4 @@ def pyramidkv(
     floating-point form. window, kernel, pool, reduce, reduce_first, sinks, unit, per as in `snapkv`.
     """
     scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
-    return Method(select=selecting(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))
+    return Method(select=make_selection(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from kvjax.cache.method import Method
 from kvjax.cache.read.retrieve import Index, Retrieve
 from kvjax.core.attention import scores
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, KvjaxError, exportable
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
+@exportable
 class Box(NamedTuple):
     """The least and the greatest of each channel over the keys of a page, both [B K U H]."""
 

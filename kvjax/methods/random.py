@@ -7,15 +7,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
 from kvjax.core.random import draw
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -26,11 +26,11 @@ class Random(Scorer):
 
     seed: int = 0
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
         head = over_heads.first(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
         bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
-        return by_tokens(bits.astype(jnp.float32) * np.float32(2**-24), block)
+        return token_scores(bits.astype(jnp.float32) * np.float32(2**-24), block)
 
 
 @recipe(
@@ -42,4 +42,4 @@ class Random(Scorer):
 )
 def random(budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
     """After the prompt each head keeps tokens drawn by seed, head and position."""
-    return Method(select=selecting(Random(seed), budget, sinks, recent, unit, "head"))
+    return Method(select=make_selection(Random(seed), budget, sinks, recent, unit, "head"))

@@ -7,15 +7,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.head_tables import RetrievalHeads
 from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.select.merge import lost_tokens
-from kvjax.cache.select.select import Choice, Select
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.select.merging import lost_tokens
+from kvjax.cache.select.selection import SelectedSlots, Selection
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.sinks_and_recent import Newest
 from kvjax.methods.trial import Bytes, Sizes, Trial, paged
@@ -42,7 +42,7 @@ class Razor(ByTable):
             raise KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
 
     def at(self, spec: LayerSpec) -> Lengths:
-        full = np.zeros((spec.layers, spec.kv_heads), bool)
+        full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
             full |= highest(of_all_heads(self.given, spec, name), round(share * full.size))
         beside = self.sinks + 1  # and the token that stands for all between
@@ -60,7 +60,7 @@ class Compensation:
 
     sinks: int
 
-    def __call__(self, block: Block, kept: Block, choice: Choice, spec: LayerSpec) -> Block:
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = lost_tokens(block, choice), kept.k.shape[2]
         loses = lost.any(2, keepdims=True)
@@ -114,4 +114,6 @@ def razor_attention(
     which heads of unequal length are held.
     """
     rule = Razor(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
-    return Method(select=Select(Newest(), rule, sinks, recent), merge=Compensation(sinks), apart=Pages(rule, page))
+    return Method(
+        select=Selection(Newest(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
+    )

@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState, last_positions
 from kvjax.cache.decode.policy import Policy
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerState, last_positions
 from kvjax.cache.select.units import gather
 from kvjax.core import memory
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -42,43 +42,45 @@ class Recompress(Policy):
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
-        if select.most(layer.spec) is None:
+        if select.most() is None:
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
-        if layer.method.merge is not None or layer.method.shares is not None:
+        if layer.method.merge is not None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, cannot work with slots `merge` and `shares`: lost tokens are folded into "
-                "others, and a budget is divided among layers, when the prompt ends and not while decoding; leave one "
-                "of them out"
+                f"slot `decode`, {self}, cannot work with slots `merge` and `layer_budgets`: lost tokens are folded "
+                "into others, and a budget is divided among layers, when the prompt ends and not while decoding; leave "
+                "one of them out"
             )
-        if layer.method.rescore is not None:
+        if layer.method.second_stage is not None:
             raise IncompatibleMethod(
-                f"slot `rescore`, {layer.method.rescore}, looks at the layer when the prompt ends, and slot `decode`, "
-                f"{self}, makes the selection again while decoding; leave one of them out"
+                f"slot `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and slot "
+                f"`decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
 
     def target(self, layer: Any) -> int:
         """Tokens that are left by a compression."""
-        return layer.method.select.most(layer.spec)
+        return layer.method.select.most()
 
     def most(self, layer: Any) -> int:
         """Tokens of a head that are held when the selection is made again."""
         return self.target(layer) + self.every
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         # One slot stays empty: a sequence that waits beside others which are fed has somewhere for its padding to go.
         return self.most(layer) + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Obs | None]:
+    def init(
+        self, layer: Any, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        if seen is not None:
-            wanted = layer.method.select.scorer.queries
-            seen = _in_places(latest(seen, self.every if wanted is None else wanted))
-        return jnp.where(place < held, place, -1), seen
+        if observation is not None:
+            wanted = layer.method.select.scorer.num_queries
+            observation = _in_places(latest(observation, self.every if wanted is None else wanted))
+        return jnp.where(place < held, place, -1), observation
 
-    def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
-        if state.marks is not None:
-            state = dataclasses.replace(state, marks=_with_query(state.marks, q, q_pos))
+    def before_token(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+        if state.policy_state is not None:
+            state = dataclasses.replace(state, policy_state=_with_query(state.policy_state, q, q_pos))
         is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.most(layer))[:, 0]
         # A sequence without a token in this step waits: its own next query is the one to compress by.
         due = is_full & (q_pos[:, 0] >= 0)
@@ -88,17 +90,19 @@ class Recompress(Policy):
 
         return lax.cond(due.any(), compressed, lambda state: state, state)
 
-    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Obs | None]:
-        return state.pos, state.marks
+    def after_token(
+        self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array
+    ) -> tuple[Array, Observation | None]:
+        return state.pos, state.policy_state
 
     def _selected(self, layer: Any, state: LayerState, due: Array) -> Array:
         """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
         method, S = layer.method, state.pos.shape[2]
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        held = Block(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
+        held = KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
         in_order = gather(held, order)
         keep = jnp.where(due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
-        chosen = method.select.choose(in_order, state.marks, keep, S, layer.spec, method.represent).slots
+        chosen = method.select.choose(in_order, state.policy_state, keep, S, layer.spec, method.representatives).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
         B, K, _ = slot.shape
@@ -110,28 +114,28 @@ class Recompress(Policy):
         return jnp.where(stays, state.pos, -1)
 
 
-def latest(seen: Obs, count: int) -> Obs:
+def latest(observation: Observation, count: int) -> Observation:
     """The last `count` of each row's queries, in the order of their positions, -1 before a row's first."""
-    pos = last_positions(seen.pos.max(1) + 1, count)
-    at = (seen.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
-    return Obs(jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3), pos)
+    pos = last_positions(observation.pos.max(1) + 1, count)
+    at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
+    return Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
 
 
-def _in_places(seen: Obs) -> Obs:
+def _in_places(observation: Observation) -> Observation:
     """The queries, each in place position modulo W, from then on kept up to date."""
-    W = seen.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
-    shift = (seen.pos[:, -1:] + 1) % W
+    W = observation.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
+    shift = (observation.pos[:, -1:] + 1) % W
     at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
-    q = jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3)
-    return Obs(q, jnp.take_along_axis(seen.pos, at, 1))
+    q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
+    return Observation(q, jnp.take_along_axis(observation.pos, at, 1))
 
 
-def _with_query(seen: Obs, q: Array, q_pos: Array) -> Obs:
+def _with_query(observation: Observation, q: Array, q_pos: Array) -> Observation:
     """The queries with q [B K G 1 H] at q_pos i32[B 1] among them, where that is a token."""
-    B, K, G, W, H = seen.q.shape
+    B, K, G, W, H = observation.q.shape
     at = jnp.where(q_pos >= 0, q_pos % W, W)
-    new = memory.put(seen.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
-    return Obs(new.reshape(seen.q.shape), memory.put(seen.pos[:, None], q_pos[:, None], at)[:, 0])
+    new = memory.put(observation.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
+    return Observation(new.reshape(observation.q.shape), memory.put(observation.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
 def _bytes(slots: int) -> Callable[[Sizes], Bytes]:

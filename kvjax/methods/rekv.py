@@ -7,16 +7,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.cache.read.reader import Reader, Reading
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.cache.read.reader import Reader, ReadResult
 from kvjax.cache.read.retrieve import Index, Retrieve, slots_of_queries
 from kvjax.core.attention import scores
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -54,31 +54,39 @@ class MeanKeys(Index):
 class ByQuestion(Retrieve):
     """Retrieval by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
 
-    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Asked:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Asked:
         B, K, _, H = block.k.shape
-        return Asked(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.groups, H), jnp.float32))
+        return Asked(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
 
-    def write(self, aux: Asked, fresh: Block, at: Array, spec: LayerSpec) -> Asked:
-        return dataclasses.replace(aux, blocks=self.index.write(aux.blocks, _bare(fresh, spec), at))
+    def append(self, reader_state: Asked, new: KVBlock, at: Array, spec: LayerSpec) -> Asked:
+        return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, _bare(new, spec), at))
 
     def crop(self, layer: Any, state: LayerState) -> Any:
         return Reader.crop(self, layer, state)  # no query is kept by itself
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
         real = (q_pos >= 0)[:, None, None, :, None]
-        bare = jnp.where(real, layer.spec.rope.bare_queries(q, q_pos), 0.0)
-        question = state.aux.question
+        bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
+        question = state.reader_state.question
         asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
         kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
-        aux = dataclasses.replace(state.aux, question=question + jnp.where(kept, bare, 0.0).sum(3))
-        return Reading(self.found(layer, state, q, q_pos, asking, aux.blocks), aux, carry=carry)
+        reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
+        return ReadResult(
+            self.found(layer, state, q, q_pos, asking, reader_state.blocks), reader_state, cross_layer=cross_layer
+        )
 
 
-def _bare(block: Block, spec: LayerSpec) -> Block:
+def _bare(block: KVBlock, spec: LayerSpec) -> KVBlock:
     """The block with keys without RoPE, float32."""
-    return dataclasses.replace(block, k=spec.rope.bare(block.k, block.pos))
+    return dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
 
 
 def _bytes(x: Sizes) -> Bytes:

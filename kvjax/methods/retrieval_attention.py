@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks
 from kvjax.cache.read.retrieve import attend_slots
 from kvjax.cache.read.ring import Ring
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, scores, visible
-from kvjax.core.types import Array, Block, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -42,41 +43,49 @@ class HostSearch(Reader):
     sinks: int
     recent: int
 
-    stepwise = True  # of the last tokens only as many are kept as one query reads
-    any_slot = False  # the last slots are the last tokens
+    sequential_writes = True  # of the last tokens only as many are kept as one query reads
+    supports_eviction = False  # the last slots are the last tokens
 
     def __post_init__(self):
         name = "RetrievalAttention"
         at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def begin(self, block: Block, spec: LayerSpec) -> Static:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Static:
         ring = self._ring(block.pos.shape[2])
         slots = _held(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
         return Static(ring.fill(block.k, slots), ring.fill(block.v, slots))
 
-    def write(self, aux: Static, fresh: Block, at: Array, spec: LayerSpec) -> Static:
-        ring = self._ring(aux.k.data.shape[2])
-        slot = at[:, :, None] + jnp.arange(fresh.pos.shape[2], dtype=jnp.int32)[None, None]
-        place = jnp.where(fresh.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
-        return Static(ring.put(aux.k, fresh.k, place), ring.put(aux.v, fresh.v, place))
+    def append(self, reader_state: Static, new: KVBlock, at: Array, spec: LayerSpec) -> Static:
+        ring = self._ring(reader_state.k.data.shape[2])
+        slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
+        place = jnp.where(new.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
+        return Static(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
         S, window = state.pos.shape[2], layer.spec.window
-        ring = self._ring(state.aux.k.data.shape[2])
+        ring = self._ring(state.reader_state.k.data.shape[2])
         static = _static(state, _held(ring, state.n))
         slot = jnp.arange(S, dtype=jnp.int32)[None, None, None, None]
         searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
 
         def attend(q: Array, q_pos: Array) -> Partial:
             with jax.named_scope("search"):
-                s = jnp.where(searched & visible(state.pos, q_pos, window), _logits(layer, state, q), -jnp.inf)
+                s = jnp.where(
+                    searched & visible(state.pos, q_pos, window), _logits(layer, state, lax.stop_gradient(q)), -jnp.inf
+                )
                 best, found = lax.top_k(s, min(self.topk, S))
             others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, found, -1))
             return combine(attend_dense(q, static, q_pos, window), others)
 
-        return Reading(by_query_blocks(attend, q, q_pos, 16), state.aux, carry=carry)
+        return ReadResult(by_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 
     def _ring(self, slots: int) -> Ring:
         """The places in a layer of so many slots; of as many slots as there are places, the same."""
@@ -90,7 +99,7 @@ def _held(ring: Ring, n: Array) -> Array:
     return ring.slots(n, jnp.full_like(n, ring.sinks))
 
 
-def _static(state: LayerState, slots: Array) -> Block:
+def _static(state: LayerState, slots: Array) -> KVBlock:
     """The static tokens, in slots i32[B 1 P]."""
 
     def of(x: Array) -> Array:
@@ -98,15 +107,15 @@ def _static(state: LayerState, slots: Array) -> Block:
 
     bias = None if state.bias is None else of(state.bias)
     pos = jnp.where(slots >= 0, of(state.pos), -1)
-    return Block(memory.unpack(state.aux.k), memory.unpack(state.aux.v), pos, bias)
+    return KVBlock(memory.unpack(state.reader_state.k), memory.unpack(state.reader_state.v), pos, bias)
 
 
 def _logits(layer: Any, state: LayerState, q: Array) -> Array:
     """f32[B K G T S]: products with all keys, computed where these lie, plus the slots' bias."""
-    if layer.k.bare:  # these come to the device to be rotated
+    if layer.k.pre_rope:  # these come to the device to be rotated
         s = scores(q, layer.keys(state.k, state.pos))
     else:
-        s = layer.k.search(q, state.k)
+        s = layer.k.score_in_place(q, state.k)
     return s if state.bias is None else s + state.bias[:, :, None, None]
 
 

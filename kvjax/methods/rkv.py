@@ -7,13 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.scorers import Scorer, Scores, before_window, by_tokens, check_kernel, pooled
-from kvjax.cache.select.select import selecting
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.core import attention
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.recompress import Recompress, latest
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -21,44 +22,46 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 @dataclasses.dataclass(frozen=True)
 class RKV(Scorer):
-    """Attention of the last `queries` queries minus redundancy among keys (Cai et al. 2025, arXiv 2505.24133).
+    """Attention of the last `num_queries` queries minus redundancy among keys (Cai et al. 2025, arXiv 2505.24133).
 
     Attention: the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the last
-    `queries` tokens), mean over the queries, and the greatest of `kernel` neighbours. Redundancy: see `redundancy`.
+    `num_queries` tokens), mean over the queries, and the greatest of `kernel` neighbours. Redundancy: see `redundancy`.
     Tokens before the window score mix * attention - (1 - mix) * redundancy, those of the window 1.
     """
 
-    queries: int = 8
+    num_queries: int = 8
     kernel: int = 7
     mix: float = 0.1
     threshold: float = 0.5
 
     def __post_init__(self):
-        if self.queries < 1:
-            raise KvjaxError(f"window of R-KV must be at least 1 token, got {self.queries}; it uses 8")
+        if self.num_queries < 1:
+            raise KvjaxError(f"window of R-KV must be at least 1 token, got {self.num_queries}; it uses 8")
         if not 0 <= self.mix <= 1:
             raise KvjaxError(f"mix of R-KV is the share of attention in [0, 1], got {self.mix}; the paper uses 0.1")
         if not 0 <= self.threshold <= 1:
             raise KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
         check_kernel(self.kernel)
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        block, before = block.clean(), before_window(block, self.queries)
-        received = self._received(block, latest(self.asked(seen), self.queries), before, spec.window)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        block, before = block.clean(), before_window(block, self.num_queries)
+        received = self._received(
+            block, latest(self.require_observation(observation), self.num_queries), before, spec.window
+        )
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
-        return by_tokens(jnp.where(before, score, 1.0), block)
+        return token_scores(jnp.where(before, score, 1.0), block)
 
-    def _received(self, block: Block, obs: Obs, before: Array, window: int | None) -> Array:
+    def _received(self, block: KVBlock, observation: Observation, before: Array, window: int | None) -> Array:
         """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
-        seen = attention.visible(block.pos, obs.pos, window)[:, :, 0] & before[:, :, None]
-        logits = attention.scores(obs.q, block.k).max(2)
+        seen = attention.visible(block.pos, observation.pos, window)[:, :, 0] & before[:, :, None]
+        logits = attention.scores(observation.q, block.k).max(2)
         p, _, l = attention.weights(jnp.where(seen, logits, attention.NEG))
-        count = jnp.maximum((obs.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
+        count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
         return pooled(received, before, self.kernel, "max")
 
 
-def redundancy(block: Block, threshold: float, at_once: int = 256) -> Array:
+def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     """f32[B K S]: a softmax over a row's tokens of how similar all keys are to each, in a block that is clean.
 
     That is the mean cosine of all keys to a token's key, where its own counts 0, and so does the cosine of each key to
@@ -82,7 +85,7 @@ def redundancy(block: Block, threshold: float, at_once: int = 256) -> Array:
         return total + jnp.where(column == spared, 0.0, cosine).sum(2), None
 
     parts = jnp.moveaxis(padded.reshape(B, K, -1, size, H), 2, 0), own
-    total = lax.scan(add, jnp.zeros((B, K, S)), parts)[0]
+    total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
     p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))
@@ -121,4 +124,4 @@ def rkv(
     every: tokens between compressions. The prompt is compressed likewise, and the memory is constant.
     """
     scorer = RKV(window, kernel, mix, threshold)
-    return Method(select=selecting(scorer, budget, 0, window), decode=Recompress(every))
+    return Method(select=make_selection(scorer, budget, 0, window), decode=Recompress(every))

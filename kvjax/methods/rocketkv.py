@@ -11,7 +11,7 @@ from kvjax.cache.decode.policy import at_least
 from kvjax.cache.method import Method
 from kvjax.cache.read.retrieve import Retrieve
 from kvjax.cache.select import scorers
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG, scores, weights
 from kvjax.core.types import Array, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -88,5 +88,5 @@ def rocketkv(
     at_least("RocketKV", page=(page, 1))
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
-    select = selecting(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
+    select = make_selection(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
     return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))

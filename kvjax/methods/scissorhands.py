@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
-from kvjax.cache.decode.policy import Policy, asked, at_least, best, marks_at, newest_first
+from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, newest_first, require_observation
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerState
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import over_heads, vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, constant
 
@@ -41,7 +41,7 @@ class Scissorhands(Policy):
     recent: int = 10
     drop: float = 0.5
 
-    weights: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
@@ -59,24 +59,24 @@ class Scissorhands(Policy):
         return self.budget - int(self.drop * self.budget)
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """The last queries of the prompt that it looks at."""
         return self.history
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         return self.budget + 1
 
-    def kept(self, layer: Any, prompt: int) -> int:
+    def num_kept(self, layer: Any, prompt: int) -> int:
         return prompt if prompt <= self.budget else self.low
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Array]:
-        seen = asked(seen, "Scissorhands", f"the last {self.history} queries")
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Array]:
+        observation = require_observation(observation, "Scissorhands", f"the last {self.history} queries")
         held = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)  # [B]
         end = over_heads.max(block.pos.max(2))[:, 0] + 1
         over = held > self.budget
-        counts = over[:, None] | (seen.pos > self.budget - self.history)
-        counts &= seen.pos >= jnp.maximum(end - self.history, 0)[:, None]
-        count = below_mean(block, seen, counts, layer.spec.window)
+        counts = over[:, None] | (observation.pos > self.budget - self.history)
+        counts &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
+        count = below_mean(block, observation, counts, layer.spec.window)
         pos = jnp.broadcast_to(block.pos, count.shape)
         over = over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
@@ -85,14 +85,14 @@ class Scissorhands(Policy):
         chosen = jnp.where(over & (place >= self.low), -1, chosen)
         return chosen, jnp.where(over, 0, marks_at(count, chosen, slots))
 
-    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
         seen = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
         mean = 1 / jnp.maximum(seen.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # steps until the compression
         counts = real & (left < self.history) & seen & (weights.mean(2) < mean)
         # What was in the slot of the newest token before it came does not count.
-        before = jnp.where((state.pos == t) & real, 0, state.marks)
+        before = jnp.where((state.pos == t) & real, 0, state.policy_state)
         count, due = before + counts.astype(jnp.int32), real & (left == 0)
 
         def keep_all(pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
@@ -107,16 +107,16 @@ class Scissorhands(Policy):
         return jnp.where(due & (place >= self.low), -1, pos), jnp.where(due, 0, count)
 
 
-def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_once: int = 16) -> Array:
+def below_mean(block: KVBlock, observation: Observation, counts: Array, window: int | None, at_once: int = 16) -> Array:
     """How many of the queries with counts bool[B Q] give a slot less than the mean weight, i32[B K S].
 
     Full causal softmax over the prompt, the mean over its query heads; memory grows with at_once x S, never Q x S.
     """
-    Q = obs.pos.shape[1]
+    Q = observation.pos.shape[1]
     blocks = -(-Q // at_once)
     grow = [(0, blocks * at_once - Q)]
-    q = jnp.pad(obs.q, [(0, 0)] * 3 + grow + [(0, 0)])
-    t = jnp.pad(jnp.where(counts, obs.pos, -1), [(0, 0), *grow], constant_values=-1)
+    q = jnp.pad(observation.q, [(0, 0)] * 3 + grow + [(0, 0)])
+    t = jnp.pad(jnp.where(counts, observation.pos, -1), [(0, 0), *grow], constant_values=-1)
 
     def add(total, i):
         qi, ti = (lax.dynamic_slice_in_dim(x, i * at_once, at_once, a) for x, a in ((q, 3), (t, 1)))
@@ -127,7 +127,7 @@ def below_mean(block: Block, obs: Obs, counts: Array, window: int | None, at_onc
         mean = 1 / jnp.maximum(seen.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return total + (seen & (p < mean)).sum(2, dtype=jnp.int32), None
 
-    zero = jnp.zeros(block.k.shape[:3], jnp.int32)
+    zero = vary(jnp.zeros(block.k.shape[:3], jnp.int32))
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
 
 

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerState
 from kvjax.cache.hold.codecs import Host
 from kvjax.cache.hold.lowrank import Fitted
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerState
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.read.retrieve import attend_slots
 from kvjax.cache.select.units import gather, slots_where, top
+from kvjax.cache.side_store import SideStore
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -34,7 +34,7 @@ class Chunked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shadow(Apart):
+class Shadow(SideStore):
     """A prompt in chunks of `chunk` tokens, but for its last `local` chunks and what is left over (Sun et al. 2024).
 
     Chunks whose tokens are least like their mean, `outliers` of each head, are exact too: these and the last tokens
@@ -57,25 +57,25 @@ class Shadow(Apart):
                 f"and local chunks, got {self}; its authors use chunk=8, rank=160, budget=2048, outliers=48, local=4"
             )
 
-    def body(self, kept: int) -> int:
+    def num_main_slots(self, kept: int) -> int:
         """The outliers, the local chunks and what is left over."""
         return min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
 
-    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Chunked]:
+    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Chunked]:
         width = block.pos.shape[2]
-        most = width if self.body(width) <= slots else slots
+        most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
-            block = layer.selected(block, seen, most)
+            block = layer.selected(block, observation, most)
         block = block.clean()
         chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(chunks * self.chunk, dtype=jnp.int32)[None, None]
         front = gather(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, likeness = self._landmarks(front.k)
         away = self._away(block, likeness)
-        here = self._here(block, away, min(self.body(most), slots))
+        here = self._here(block, away, min(self.num_main_slots(most), slots))
         return here, Chunked(self._store(layer, block, front, away), memory.pack(landmarks.astype(block.k.dtype)))
 
-    def _away(self, block: Block, likeness: Array) -> Array:
+    def _away(self, block: KVBlock, likeness: Array) -> Array:
         """bool[B K C*chunk]: the tokens of the chunks that leave the slots; the least alike stay."""
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         chunk = jnp.arange(likeness.shape[2], dtype=jnp.int32)[None, None]
@@ -83,13 +83,13 @@ class Shadow(Apart):
         outliers = top(-likeness, whole, jnp.full_like(length, self.outliers))
         return jnp.repeat(whole & ~outliers, self.chunk, -1)
 
-    def _here(self, block: Block, away: Array, slots: int) -> Block:
+    def _here(self, block: KVBlock, away: Array, slots: int) -> KVBlock:
         """What stays in the slots."""
         after = jnp.zeros((*away.shape[:2], block.pos.shape[2]), bool)
         away = jnp.concatenate([away, after], 2)[:, :, : block.pos.shape[2]]
         return gather(block, slots_where((block.pos >= 0) & ~away, slots))
 
-    def _store(self, layer: Any, block: Block, front: Block, away: Array) -> LayerState:
+    def _store(self, layer: Any, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
         """The chunks, with directions that are fitted to all tokens of the prompt."""
         inner, pos = self._inner(layer), jnp.where(away, front.pos, -1)
         k = inner.k.encode(inner.as_held(block), block.pos)
@@ -99,6 +99,7 @@ class Shadow(Apart):
     def _landmarks(self, keys: Array) -> tuple[Array, Array]:
         """Keys [B K C*chunk H] -> (the mean of each chunk f32[B K C H], the least cosine to it f32[B K C])."""
         B, K, S, H = keys.shape
+        keys = lax.stop_gradient(keys)  # landmarks, and likeness to them, only say what is read, and from where
         keys = keys.astype(jnp.float32).reshape(B, K, -1, self.chunk, H)
         mean = keys.mean(3, keepdims=True)
         lengths = jnp.sqrt(jnp.square(keys).sum(-1) * jnp.square(mean).sum(-1))
@@ -107,11 +108,11 @@ class Shadow(Apart):
 
     def _inner(self, layer: Any) -> Any:
         """The layer as the chunks see it."""
-        fitted = Fitted(0, rank=self.rank, bare=True).at(layer.spec)
+        fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        store: Chunked = state.apart
+        store: Chunked = state.side_store
         landmarks, inner = memory.unpack(store.landmarks), self._inner(layer)
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
@@ -129,9 +130,9 @@ class Shadow(Apart):
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos
 
-    def shown(self, layer: Any, store: Chunked) -> Block:
+    def visible_block(self, layer: Any, store: Chunked) -> KVBlock:
         inner, held = self._inner(layer), store.tokens
-        return Block(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
+        return KVBlock(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
 
 
 def _bytes(x: Sizes) -> Bytes:
@@ -164,4 +165,4 @@ def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int 
     mean. local: so many last chunks of the prompt are exact, and all that is decoded (2048, 8, 160, 48, 4). Attention
     in the prompt is exact.
     """
-    return Method(apart=Shadow(budget, chunk, rank, outliers, local))
+    return Method(side_store=Shadow(budget, chunk, rank, outliers, local))

@@ -6,12 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -20,8 +20,8 @@ from kvjax.methods.trial import Trial, selected
 class Newest(Scorer):
     """The later a token, the more it matters."""
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        return by_tokens(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        return token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
 
 
 @recipe(
@@ -33,4 +33,4 @@ class Newest(Scorer):
 )
 def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
     """After the prompt only its first and last tokens stay, at their true positions; all that is decoded stays too."""
-    return Method(select=selecting(Newest(), budget, sinks, max(budget - sinks, 0), "token", "layer"))
+    return Method(select=make_selection(Newest(), budget, sinks, max(budget - sinks, 0), "token", "layer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.method import Method
 from kvjax.cache.select import scorers
 from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.selection import make_selection
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -40,5 +40,7 @@ def snapkv(
     "head", or "layer" for one set for all heads.
     """
     return Method(
-        select=selecting(scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per)
+        select=make_selection(
+            scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
+        )
     )

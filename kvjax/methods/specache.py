@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.hold.groups import Kivi
 from kvjax.cache.method import Method
-from kvjax.cache.read.reader import Reader, Reading
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.cache.read.reader import Reader, ReadResult
 from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
-from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.kivi import codes_bytes
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -62,13 +63,13 @@ class Speculative(Reader):
             raise KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
 
     @property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         return int(self.speculative)
 
-    stepwise = True
-    any_slot = False  # the low-bit copy holds groups of tokens
+    sequential_writes = True
+    supports_eviction = False  # the low-bit copy holds groups of tokens
 
-    def begin(self, block: Block, spec: LayerSpec) -> Copy:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Copy:
         B, K, S, H = block.k.shape
         copy = Copy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
         if not self.speculative:
@@ -77,16 +78,24 @@ class Speculative(Reader):
         empty = jnp.zeros((B, K, n, H), block.k.dtype)
         return dataclasses.replace(copy, rows=Fetched(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
 
-    def write(self, aux: Copy, fresh: Block, at: Array, spec: LayerSpec) -> Copy:
-        return dataclasses.replace(aux, k=self.k.write(aux.k, fresh.k, at), v=self.v.write(aux.v, fresh.v, at))
+    def append(self, reader_state: Copy, new: KVBlock, at: Array, spec: LayerSpec) -> Copy:
+        return dataclasses.replace(
+            reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
+        )
 
-    def filled(self, aux: Copy, num_tokens: int) -> Any:
-        return self.k.filled(aux.k, num_tokens), self.v.filled(aux.v, num_tokens), aux.rows
+    def filled(self, reader_state: Copy, num_tokens: int) -> Any:
+        return self.k.filled(reader_state.k, num_tokens), self.v.filled(reader_state.v, num_tokens), reader_state.rows
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
-        aux, T = state.aux, q.shape[3]
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
+        reader_state, T = state.reader_state, q.shape[3]
         if T > 2:
             raise KvjaxError(
                 f"a step carries one token and at most one guess, got {T} tokens: no tree or beam of guesses"
@@ -95,20 +104,20 @@ class Speculative(Reader):
         if not self.speculative:
             low, _, l = weights(s)
             mass = self._over_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
-            rows = self._fetch(layer, state, mass, self.k.settled(state.n - 1))
+            rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
-            rows = aux.rows
+            rows = reader_state.rows
         part, mass = self._mixed(layer, state, s, q, rows, q_pos, guessed)
         if self.speculative:
             with jax.named_scope("prefetch"):  # nothing else in this step waits for it
-                new = self._fetch(layer, state, mass, self.k.settled(state.n))
+                new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
                 real = (q_pos[:, -1] >= 0)[:, None, None]
-                aux = dataclasses.replace(aux, rows=_pick(real, new, aux.rows))
-        return Reading(part, aux, carry=carry)
+                reader_state = dataclasses.replace(reader_state, rows=_pick(real, new, reader_state.rows))
+        return ReadResult(part, reader_state, cross_layer=cross_layer)
 
     def _low_logits(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Array:
         """Masked logits f32[B K G T S] with the low-bit keys."""
-        s = self.k.scores(q, state.aux.k)
+        s = self.k.scores(q, state.reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
         return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
@@ -135,7 +144,7 @@ class Speculative(Reader):
         replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = weights(jnp.where(replaced[:, :, None, None], NEG, s))
         fetched = partial(hot, rows.v)
-        part = combine(Partial(self.v.mix(p, state.aux.v), m, l), fetched)
+        part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
         total = part if guessed is None else combine(part, guessed)
 
         def last_share(p: Array, m: Array) -> Array:
@@ -159,7 +168,7 @@ class Speculative(Reader):
         idx = jnp.where(found >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return Fetched(layer.key_rows(state.k, at, pos), layer.v.rows(state.v, at), idx)
+        return Fetched(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
 
 
 def _pick(real: Array, new: Fetched, old: Fetched) -> Fetched:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerState
 from kvjax.cache.decode.policy import Policy, at_least
 from kvjax.cache.method import Method
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.cache.protocol import LayerState
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, constant
 
@@ -35,17 +35,17 @@ class SinksAndRecent(Policy):
     def __post_init__(self):
         at_least("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         return self.sinks + self.recent + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         place = jnp.arange(min(slots, self.sinks + self.recent), dtype=jnp.int32)[None, None]
         skipped = jnp.maximum(length - self.sinks - self.recent, 0)
         chosen = jnp.where(place < self.sinks, place, place + skipped)
         return jnp.where(chosen < length, chosen, -1), None
 
-    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
         pos = state.pos
         full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         # Sinks came first and never leave, so they are in the first slots.

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from kvjax.cache import compose as slots
-from kvjax.cache.contract import KVMethod
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import KvjaxError, SlotTaken
 from kvjax.methods.catalogue import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
 

@@ -11,8 +11,8 @@ from kvjax.cache.hold.by_prompt import TiersByPrompt
 from kvjax.cache.hold.codecs import Codec, Plain
 from kvjax.cache.hold.thin import Thin
 from kvjax.cache.method import Method
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -30,13 +30,13 @@ class Older(TiersByPrompt):
             raise KvjaxError(f"recent must be 0 or more tokens, got {self.recent}; ThinK uses 32")
 
     @property
-    def queries(self) -> int:
-        return self.k.queries
+    def num_queries(self) -> int:
+        return self.k.num_queries
 
-    def body(self, kept: int) -> int:
+    def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]
@@ -67,4 +67,4 @@ def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
     prompt keep all channels, and so does what is decoded (32). queries: the last prompt queries by which channels are
     chosen (32). Over a selection, the keys that it leaves are thinned. Attention in the prompt is exact.
     """
-    return Method(apart=Older(Thin(share, queries), recent))
+    return Method(side_store=Older(Thin(share, queries), recent))

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
-from kvjax.cache.read.reader import Reader, Reading, by_query_blocks, logits
+from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits
 from kvjax.cache.read.retrieve import attend_slots
 from kvjax.core.attention import NEG, weights
 from kvjax.core.types import Array, KvjaxError, Partial
@@ -34,8 +34,9 @@ class PersistentTokens(Reader):
     topk: int
     dense: int = 2
     reselect: int = 13
+    chooses: bool = True  # in this layer, from `at`
 
-    any_slot = False  # positions are looked up in slots in the order of time
+    supports_eviction = False  # positions are looked up in slots in the order of time
 
     def __post_init__(self):
         if self.topk < 1 or min(self.dense, self.reselect) < 0:
@@ -44,37 +45,47 @@ class PersistentTokens(Reader):
                 f"topk={self.topk}, dense={self.dense}, reselect={self.reselect}; the paper's code uses 256, 2 and 13"
             )
 
+    def at(self, spec: LayerSpec) -> Reader:
+        if spec.index < self.dense:
+            return Full()
+        # Of the two numbers of layers nothing is left that would tell one layer from another like it.
+        return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
+
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
-        if layer.spec.index < self.dense:
-            return Full().read(layer, state, q, q_pos, guessed, carry)
-        if carry is None or layer.spec.index in (self.dense, self.reselect):
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
+        if cross_layer is None or self.chooses:
             return self._choose(layer, state, q, q_pos)
-        chosen = jnp.moveaxis(carry, 2, 3)
+        chosen = jnp.moveaxis(cross_layer, 2, 3)
 
         def attend(q: Array, q_pos: Array, chosen: Array) -> Partial:
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
             return attend_slots(layer, state, q, q_pos, _slots(state.pos, jnp.concatenate([chosen, own], -1)))
 
-        return Reading(by_query_blocks(attend, q, q_pos, 16, chosen), carry=carry)
+        return ReadResult(by_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
 
-    def _choose(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Reading:
+    def _choose(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
         """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
         count = min(self.topk - 1, state.pos.shape[2])
 
-        def attend(q: Array, q_pos: Array) -> Reading:
+        def attend(q: Array, q_pos: Array) -> ReadResult:
             s = logits(layer, state, q, q_pos, keys)
             p, m, l = weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
             best, slot = lax.top_k(jnp.where(earlier, s, NEG), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
-            return Reading(Partial(layer.v.mix(p, values), m, l), carry=jnp.where(best > NEG / 2, pos, -1))
+            return ReadResult(Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > NEG / 2, pos, -1))
 
         found = by_query_blocks(attend, q, q_pos, 64)
-        return found._replace(carry=jnp.moveaxis(found.carry, 3, 2))
+        return found._replace(cross_layer=jnp.moveaxis(found.cross_layer, 3, 2))
 
 
 def _slots(held: Array, wanted: Array) -> Array:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerState
-from kvjax.cache.decode.policy import Policy, asked, at_least, best, without_lowest
+from kvjax.cache.decode.policy import Policy, at_least, best, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerState
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs, mass
-from kvjax.core.types import Array, Block, IncompatibleMethod
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, constant
 
@@ -30,25 +30,25 @@ class Tova(Policy):
     budget: int
     keep_newest: bool = False
 
-    queries: ClassVar[int] = 1
-    weights: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 1
+    needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
         at_least("TOVA", budget=(self.budget, 1))
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         return self.budget + 1
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, None]:
-        seen = asked(seen, "TOVA", "the last query")
-        last = seen.pos.max(1, keepdims=True)
-        by = ((seen.pos >= 0) & (seen.pos == last)).astype(jnp.float32)
-        weight = over_heads.mean(mass(block, seen, by, layer.spec.window)[0].mean(2))
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
+        observation = require_observation(observation, "TOVA", "the last query")
+        last = observation.pos.max(1, keepdims=True)
+        by = ((observation.pos >= 0) & (observation.pos == last)).astype(jnp.float32)
+        weight = over_heads.mean(attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
         return best(weight, block.pos, min(self.budget, slots)), None
 
-    def after(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
         return without_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None

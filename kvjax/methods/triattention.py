@@ -8,15 +8,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
-from kvjax.cache.select.scorers import Scorer, Scores, by_heads
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.scorers import Scorer, Scores, head_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -33,7 +33,7 @@ class TriAttention(Scorer):
     query heads is taken.
     """
 
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
     furthest: int = 65536
     normalise: bool = True
 
@@ -41,13 +41,13 @@ class TriAttention(Scorer):
         if self.furthest < 1:
             raise KvjaxError(f"furthest must be a distance of at least 1 token, got {self.furthest}; use 65536")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        block, seen, rope = block.clean(), self.asked(seen), spec.rope
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
 
         def sums(q: Array, counts: Array) -> tuple[Array, Array]:
             return sum_of_queries(q, counts), moduli(q, rope.dim).sum(3)
 
-        mean, modulus = mean_over_bare(seen, seen.pos >= 0, rope, sums)
+        mean, modulus = mean_over_bare(observation, observation.pos >= 0, rope, sums)
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
         turned = turned_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
@@ -58,7 +58,7 @@ class TriAttention(Scorer):
         if self.normalise:
             heads = standardised(heads, readable)
         heads = jnp.where(readable, heads, NEG)
-        return by_heads(heads, heads.max(2), block)
+        return head_scores(heads, heads.max(2), block)
 
 
 def moduli(x: Array, dim: int) -> Array:
@@ -103,4 +103,4 @@ def triattention(
     the authors' code, on in TensorRT-LLM). The authors compress every 128 tokens while decoding:
     'triattention + recompress:every=128'. unit, per as in `snapkv`.
     """
-    return Method(select=selecting(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))
+    return Method(select=make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))

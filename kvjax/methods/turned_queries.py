@@ -8,18 +8,19 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.reader import cut
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.future import still_seen
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.scorers import Scorer, Scores, by_heads
-from kvjax.cache.select.select import selecting
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.scorers import Scorer, Scores, head_scores
+from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Trial, paged, selected
 
@@ -42,7 +43,7 @@ class TurnedQueries(Scorer):
       last: the fraction of the prompt whose queries ask, its last ones; at least one query does.
     """
 
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
     ahead: int = 32
     reduce: str = "max"
     stride: int = 1
@@ -58,43 +59,46 @@ class TurnedQueries(Scorer):
         if not 0 < self.last <= 1:
             raise KvjaxError(f"last is a fraction of the prompt in (0, 1], got {self.last}; 0.5 is its second half")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        block, seen = block.clean(), self._sample(self.asked(seen))
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        block, observation = block.clean(), self._sample(self.require_observation(observation))
         # The newest query is that of the last token, whose place the number of tokens does not tell: a cache that is
         # compressed again has lost tokens between those it holds.
-        end = seen.pos.max(1) + 1  # i32[B]
-        asking = seen.pos >= 0
+        end = observation.pos.max(1) + 1  # i32[B]
+        asking = observation.pos >= 0
         behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
         readable = still_seen(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, before, there = queries
-            bare = spec.rope.bare_queries(q, jnp.maximum(before, 0))
-            turned = spec.rope.turn_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
+            bare = spec.rope.unrotate_queries(q, jnp.maximum(before, 0))
+            turned = spec.rope.rotate_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
             allowed = visible(block.pos, there) & readable
             p, _, l = weights(jnp.where(allowed, scores(turned, block.k), NEG))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
-        blocks = cut(seen.q, 3, QUERIES_AT_ONCE), *(cut(x, 1, QUERIES_AT_ONCE, -1) for x in (seen.pos, behind))
-        heads, _ = lax.scan(add, jnp.zeros((*seen.q.shape[:3], block.k.shape[2])), blocks)
+        blocks = (
+            cut(observation.q, 3, QUERIES_AT_ONCE),
+            *(cut(x, 1, QUERIES_AT_ONCE, -1) for x in (observation.pos, behind)),
+        )
+        heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":
             heads = heads / jnp.maximum(asking.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
-        return by_heads(heads, heads.max(2), block)
+        return head_scores(heads, heads.max(2), block)
 
-    def _sample(self, seen: Obs) -> Obs:
+    def _sample(self, observation: Observation) -> Observation:
         """The queries that ask: fewer of them, so that fewer are turned."""
         if self.stride == 1 and self.last == 1:
-            return seen
-        width, newest = seen.pos.shape[1], seen.pos.max(1, keepdims=True)
-        most = max(int(part_of(self.last, width)), 1)
+            return observation
+        width, newest = observation.pos.shape[1], observation.pos.max(1, keepdims=True)
+        most = max(int(fraction_of(self.last, width)), 1)
         back = jnp.arange(0, most, self.stride, dtype=jnp.int32)[None]
-        asks = back < jnp.maximum(part_of(self.last, newest + 1), 1)
+        asks = back < jnp.maximum(fraction_of(self.last, newest + 1), 1)
         # A query lies at its position, and in the ring of a cache that is compressed again at that modulo its width.
         at = (newest - back) % width
-        pos = jnp.where(asks, jnp.take_along_axis(seen.pos, at, 1), -1)
-        return seen._replace(q=jnp.take_along_axis(seen.q, at[:, None, None, :, None], 3), pos=pos)
+        pos = jnp.where(asks, jnp.take_along_axis(observation.pos, at, 1), -1)
+        return observation._replace(q=jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos=pos)
 
 
 @recipe(
@@ -139,5 +143,6 @@ def turned_queries(
     planned as an upper bound, and scores are computed twice.
     """
     return Method(
-        select=selecting(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent), **level_slots(level, page)
+        select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
+        **level_slots(level, page),
     )

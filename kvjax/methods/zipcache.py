@@ -7,17 +7,17 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.channels import Channels
 from kvjax.cache.hold.separable import SeparableTokens
 from kvjax.cache.hold.tier import Tier
 from kvjax.cache.method import Method
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.scorers import Scorer, Scores, by_heads
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.scorers import Scorer, Scores, head_scores
 from kvjax.cache.select.units import top
-from kvjax.core.observe import Obs, mass
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -31,7 +31,7 @@ class Probes(Scorer):
     it over the number of queries that can see it: of all "queries" (the public code), or of "probes" only.
     """
 
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
     share: float = 0.05
     normalise: str = "queries"
     seed: int = 0
@@ -42,32 +42,34 @@ class Probes(Scorer):
         if self.normalise not in ("queries", "probes"):
             raise KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        obs = self.asked(seen)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        obs = self.require_observation(observation)
         paid, number = self.paid(block, obs, spec)
         if self.normalise == "queries":
             number = obs.pos.max(-1)[:, None, None] - block.pos + 1
             number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
         heads = paid / jnp.maximum(number, 1.0)[:, :, None]
-        return by_heads(heads, heads.mean(2), block)
+        return head_scores(heads, heads.mean(2), block)
 
-    def paid(self, block: Block, obs: Obs, spec: LayerSpec) -> tuple[Array, Array]:
+    def paid(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
         """The attention f32[B K G S] that probes pay each token, and the number of probes that see it f32[B 1|K S]."""
-        probes = self._probes(obs)
-        return mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
+        probes = self._probes(observation)
+        return attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
 
-    def _probes(self, obs: Obs) -> Obs:
+    def _probes(self, observation: Observation) -> Observation:
         """The queries that are probes, in order."""
-        Q = obs.pos.shape[1]
-        length = (obs.pos >= 0).sum(-1, dtype=jnp.int32)
-        first = length + part_of(self.share, -length)  # of the newest
-        chance = (draw(self.seed, obs.pos) >> 8).astype(jnp.float32)
-        drawn = top(chance, (obs.pos >= 0) & (obs.pos < first[:, None]), part_of(self.share, length))
-        slot = jnp.where(drawn | (obs.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
-        slot = jnp.sort(slot, -1)[:, : part_of(self.share, Q) - part_of(self.share, -Q)]
+        Q = observation.pos.shape[1]
+        length = (observation.pos >= 0).sum(-1, dtype=jnp.int32)
+        first = length + fraction_of(self.share, -length)  # of the newest
+        chance = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
+        drawn = top(
+            chance, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
+        )
+        slot = jnp.where(drawn | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
+        slot = jnp.sort(slot, -1)[:, : fraction_of(self.share, Q) - fraction_of(self.share, -Q)]
         at = jnp.minimum(slot, Q - 1)
-        q = jnp.take_along_axis(obs.q, at[:, None, None, :, None], 3)
-        return Obs(q, jnp.where(slot < Q, jnp.take_along_axis(obs.pos, at, 1), -1))
+        q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
+        return Observation(q, jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1))
 
 
 def tiers_bytes(x: Sizes, stay: int, low: int) -> Bytes:
@@ -119,4 +121,4 @@ def zipcache(
     exact.
     """
     tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
-    return Method(apart=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))

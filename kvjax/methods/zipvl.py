@@ -7,17 +7,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.channels import Channels
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.separable import SeparableTokens
 from kvjax.cache.hold.tier import Tiers
 from kvjax.cache.method import Method
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import top
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 from kvjax.methods.zipcache import Probes, tiers_bytes
@@ -48,29 +48,29 @@ class Unimportant(Tiers):
             )
 
     @property
-    def queries(self) -> int | None:
-        return self.scorer.queries
+    def num_queries(self) -> int | None:
+        return self.scorer.num_queries
 
-    def body(self, kept: int) -> int:
-        return -part_of(self.most, -kept)  # rounded up
+    def num_main_slots(self, kept: int) -> int:
+        return -fraction_of(self.most, -kept)  # rounded up
 
     def room(self, kept: int) -> int:
-        return kept - part_of(self.least, kept)
+        return kept - fraction_of(self.least, kept)
 
-    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
-        scores = self.scorer.scores(block, seen, layer.spec).kv
+        scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top(-scores, block.pos >= 0, length - self.important(block, seen, layer.spec))
+        return top(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
 
-    def important(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Array:
+    def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
         """i32[B]: how many tokens of each row are important."""
-        paid, _ = self.scorer.paid(block, self.scorer.asked(seen), spec)
+        paid, _ = self.scorer.paid(block, self.scorer.require_observation(observation), spec)
         falling = -jnp.sort(-over_heads.mean(paid.mean(2))[:, 0], -1)
         before = jnp.cumsum(falling, -1) - falling  # what the tokens before it have together
         count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return jnp.clip(count, part_of(self.least, length), -part_of(self.most, -length))
+        return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
 
 
 def _bytes(x: Sizes) -> Bytes:
@@ -108,4 +108,4 @@ def zipvl(
     """
     keys, values = Channels(low), SeparableTokens(low)
     tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(apart=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.core import documents
 from kvjax.core.types import KvjaxError
 
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-SECONDS, MEMORY = 5, 2**30  # of processor time, and bytes: what rendering may take
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with a "role" and a "content", and whatever else the template knows."""
@@ -45,47 +44,65 @@ class ChatTemplate:
     def render(self, conversations: Sequence[Conversation], now: datetime | None = None) -> list[str]:
         """Each conversation as text, up to where the model's answer begins; now: the date that a template may write.
 
-        It runs in a process of its own (`kvjax.models.render`), one for all conversations. Raises KvjaxError without
-        jinja2, for what the template refuses, for a template that fails, and for one beyond SECONDS or MEMORY.
+        A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's internals, from files
+        and from changing the messages; as in transformers, nothing limits its time or memory: one that loops forever
+        ends with a keyboard interrupt. Raises KvjaxError without jinja2, for what the template refuses, and for a
+        template that fails.
         """
         try:
-            importlib.import_module("jinja2")
+            environment = _environment()
         except ImportError as e:
             raise KvjaxError("chat templates need jinja2; pip install 'kvjax[chat]'") from e
-        asked = {"source": self.source, "tokens": dict(self.tokens), "conversations": conversations}
-        more = {"now": (now or datetime.now()).isoformat(), "seconds": SECONDS, "memory": MEMORY}
+        environment.globals["strftime_now"] = (now or datetime.now()).strftime
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **dict(self.tokens)}
         try:
-            document = json.dumps(asked | more)
-        except (TypeError, ValueError, RecursionError) as e:
-            raise KvjaxError(f"messages are rendered from JSON, which cannot hold these ({e}); give texts") from e
-        answer = _apart(document)
-        if answer.get("error") == "Refused":
-            raise KvjaxError(f"the chat template refuses these messages, saying {answer['says']!r}; change them so")
-        if "error" in answer:
-            raise _failed(f"fails with {answer['error']}: {answer['says']!r}")
-        return answer["texts"]
+            template = environment.from_string(self.source)
+            return [template.render(messages=messages, **given) for messages in conversations]
+        except _Refused as e:
+            raise KvjaxError(
+                f"the chat template refuses these messages, saying {str(e)[:500]!r}; change them so"
+            ) from e
+        except Exception as e:  # a template can raise anything
+            raise KvjaxError(
+                f"the model's chat template fails with {type(e).__name__}: {str(e)[:500]!r}; mend {FILE} (or the "
+                f"chat_template of {CONFIG}) in the source of the model and convert it again, or write the text that "
+                "the model expects yourself and give it to kvjax.generate"
+            ) from e
 
 
-def _apart(document: str) -> dict[str, Any]:
-    """What the script `kvjax.models.render` answers."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
-    try:
-        done = subprocess.run(command, input=document.encode(), capture_output=True, timeout=12 * SECONDS)
-    except subprocess.TimeoutExpired as e:
-        raise _failed(f"did not end within {12 * SECONDS} s") from e
-    if done.returncode < 0:
-        raise _failed(f"was ended: it took more than {SECONDS} s or {MEMORY:,} bytes (signal {-done.returncode})")
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _failed(f"was not rendered: {said[-1:]}")
-    return json.loads(done.stdout)
+class _Refused(Exception):
+    """What a template raises about the messages by `raise_exception`."""
 
 
-def _failed(how: str) -> KvjaxError:
-    return KvjaxError(
-        f"the model's chat template {how}; mend {FILE} (or the chat_template of {CONFIG}) in the source of the model "
-        "and convert it again, or write the text that the model expects yourself and give it to kvjax.generate"
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates are written for: transformers' settings and helpers (its utils/chat_template_utils.py)."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} .. {% endgeneration %} mark what training learns; here they are but a scope."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Scope:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise _Refused(message)
+
+    # Jinja's own filter escapes the characters of HTML.
+    def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson
+    return environment
 
 
 def _text(file: Path | Traversable) -> str:

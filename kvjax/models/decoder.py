@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.product import scored
+from kvjax.core.matmul import unembed
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array
 from kvjax.models.config import Config
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         """hidden [... D] -> logits f32[... V]."""
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(jnp.float32)
-        return scored(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
+        return unembed(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
 
     def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         """`__call__` then `unembed`: logits f32[B T V] and states."""

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.product import product
+from kvjax.core.matmul import matmul
 from kvjax.core.types import Array
 
 
@@ -49,7 +49,7 @@ class Linear(nn.Module):
         size_in, size_out, lead = math.prod(shape[:n]), math.prod(shape[n:]), x.shape[: x.ndim - n]
         init = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
         kernel = self.param("kernel", init, shape, self.dtype)
-        y = product(x.reshape(-1, size_in), kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
+        y = matmul(x.reshape(-1, size_in), kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
             y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))

@@ -8,24 +8,31 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.budgets import Pyramid, Ratio, Table, Tokens, Uniform, kept_by_length
+from kvjax.cache.select.budgets import Pyramid, Ratio, Table, Tokens, Uniform, budgets_of_layers, kept_by_length
 from kvjax.core.types import KvjaxError
 from kvjax.testing import toy_model
+from tests.contract import layer
 from tests.oracles.eviction import pyramid, pyramid_peer
 
 
+def at(budget, index: int, layers: int):
+    """A budget in one layer of so many."""
+    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
+    return budgets_of_layers(budget, spec)[index]
+
+
 def test_uniform_and_ratio():
-    assert [Uniform(8).kept(n, 0, 2) for n in (1, 8, 9)] == [1, 8, 8]
-    assert [Ratio(0.25).kept(n, 0, 2) for n in (0, 1, 3, 7, 8)] == [0, 1, 1, 1, 2]
-    assert Ratio(1 - 0.9).kept(10, 0, 1) == 1  # int() of 0.9999999999999998 would be 0
-    assert Ratio(1 - 0.9).kept(30, 0, 1) == int(30 * (1 - 0.9)) == 2  # rounded down like kvpress
-    assert Ratio(1.0).kept(7, 0, 1) == 7
+    assert [Uniform(8).kept(n) for n in (1, 8, 9)] == [1, 8, 8]
+    assert [Ratio(0.25).kept(n) for n in (0, 1, 3, 7, 8)] == [0, 1, 1, 1, 2]
+    assert Ratio(1 - 0.9).kept(10) == 1  # int() of 0.9999999999999998 would be 0
+    assert Ratio(1 - 0.9).kept(30) == int(30 * (1 - 0.9)) == 2  # rounded down like kvpress
+    assert Ratio(1.0).kept(7) == 7
 
 
 def test_a_table_has_one_number_per_layer():
-    assert [Table((3, 1)).kept(2, i, 2) for i in range(2)] == [2, 1]
+    assert [at(Table((3, 1)), i, 2).kept(2) for i in range(2)] == [2, 1]
     with pytest.raises(KvjaxError, match="the table has 2 layers, the model has 3: give 3 numbers"):
-        Table((3, 1)).kept(2, 0, 3)
+        at(Table((3, 1)), 0, 3)
 
 
 @pytest.mark.parametrize(("cap", "w"), [(2048, 8), (128, 8), (64, 8), (70, 64), (16, 8), (33, 32)])
@@ -34,32 +41,32 @@ def test_a_table_has_one_number_per_layer():
 def test_pyramids_are_the_published_ones(cap, w, L, rule, oracle):
     budget = Pyramid(cap, w, rule=rule)
     for T in [1, w, cap - 1, cap, cap + 1, 2 * (cap - w) - 1, 2 * (cap - w), 2 * cap, 2 * cap + w, 4 * cap, 10**5]:
-        for layer in {0, L // 2, L - 1}:
-            assert budget.kept(T, layer, L) == oracle(T, layer, L, cap, w), (T, layer)
+        for i in {0, L // 2, L - 1}:
+            assert at(budget, i, L).kept(T) == oracle(T, i, L, cap, w), (T, i)
 
 
 def test_the_authors_pyramid_exceeds_its_sum_by_what_rounding_leaves():
-    excess = [sum(Pyramid(cap, 8).kept(10**5, i, 32) for i in range(32)) - 32 * cap for cap in (2048, 128, 64)]
+    excess = [sum(at(Pyramid(cap, 8), i, 32).kept(10**5) for i in range(32)) - 32 * cap for cap in (2048, 128, 64)]
     assert excess == [16, 176, 240]
 
 
 def test_the_peers_pyramid_keeps_its_sum_and_is_flat_below_the_window():
-    kept = [Pyramid(2048, 64, rule="peer").kept(10**5, i, 32) for i in range(32)]
+    kept = [at(Pyramid(2048, 64, rule="peer"), i, 32).kept(10**5) for i in range(32)]
     assert kept[0] == round(2 * 2048 - 2048 / 20) and kept[-1] == round(2048 / 20) and abs(sum(kept) - 32 * 2048) < 17
-    assert {Pyramid(1024, 64, rule="peer").kept(4096, i, 32) for i in range(32)} == {1024}
+    assert {at(Pyramid(1024, 64, rule="peer"), i, 32).kept(4096) for i in range(32)} == {1024}
 
 
 def test_one_layer_gets_the_mean():
-    assert Pyramid(64, 8).kept(1000, 0, 1) == Pyramid(640, 8, rule="peer").kept(10**4, 0, 1) // 10 == 64
+    assert at(Pyramid(64, 8), 0, 1).kept(1000) == at(Pyramid(640, 8, rule="peer"), 0, 1).kept(10**4) // 10 == 64
 
 
 def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
-    table = kept_by_length(Ratio(0.5), 20, 0, 1, protected=6)
+    table = kept_by_length(Ratio(0.5), 20, protected=6)
     assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 8, 8, 9, 9, 10]
-    assert table.dtype == np.int32 and kept_by_length(Ratio(0.5), 20, 0, 1, protected=6) is table
-    with pytest.raises(KvjaxError, match="keeps 5 of 20 tokens in layer 0, fewer than the 6 sinks and recents"):
-        kept_by_length(Uniform(5), 20, 0, 1, protected=6)
-    assert kept_by_length(Uniform(5), 5, 0, 1, protected=6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert table.dtype == np.int32 and kept_by_length(Ratio(0.5), 20, protected=6) is table
+    with pytest.raises(KvjaxError, match="keeps 5 of 20 tokens in a layer, fewer than the 6 sinks and recents"):
+        kept_by_length(Uniform(5), 20, protected=6)
+    assert kept_by_length(Uniform(5), 5, protected=6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

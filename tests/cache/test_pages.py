@@ -11,8 +11,8 @@ import pytest
 
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.pages import Pages
-from kvjax.cache.select.shares import HeadShares, Table
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.select.budget_allocation import HeadBudgets, Table
+from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.oracles import adakv as oracle
@@ -21,10 +21,10 @@ SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 
 
 @dataclasses.dataclass(frozen=True)
-class AllToOne(HeadShares):
+class AllToOne(HeadBudgets):
     """One head gets as much as it has, the next the rest."""
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         one = jnp.minimum(2 * quota, allowed.sum(-1, dtype=jnp.int32))
         return jnp.stack([2 * quota - one, one], 1)
 
@@ -33,22 +33,24 @@ class AllToOne(HeadShares):
 class Twofold:
     """A merge in which each kept token stands for two."""
 
-    def __call__(self, block, kept, choice, spec) -> Block:
+    def __call__(self, block, kept, choice, spec) -> KVBlock:
         return dataclasses.replace(kept, bias=jnp.full(kept.k.shape[:3], np.log(2), jnp.float32))
 
 
-def paged(text: str, share: HeadShares = AllToOne(), page: int = 4, **slots) -> layer.Layer:
+def paged(text: str, share: HeadBudgets = AllToOne(), page: int = 4, **slots) -> layer.BoundLayer:
     """A method of the battery's layer with its heads in pages."""
-    return dataclasses.replace(parse(text), apart=Pages(share, page), **slots).bind(layer.spec())
+    return dataclasses.replace(parse(text), side_store=Pages(share, page), **slots).bind(layer.spec())
 
 
-def held(bound: layer.Layer, state) -> list[list[list[int]]]:
+def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
     """[row][head]: the prompt's tokens that the pages hold, ascending."""
     pos = np.asarray(bound.positions(state))
     return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in pos]
 
 
-def check_reads_as_under_a_mask(bound: layer.Layer, d: layer.Data, k: np.ndarray, v: np.ndarray, atol: float) -> None:
+def check_reads_as_under_a_mask(
+    bound: layer.BoundLayer, d: layer.Data, k: np.ndarray, v: np.ndarray, atol: float
+) -> None:
     """Steps are those of dense attention over the tokens that are held and the decoded ones."""
     state = layer.prefill(bound, d)
     out = layer.run(bound.method, d, state=state)
@@ -67,10 +69,10 @@ def test_every_token_has_one_slot_whoever_gets_them(page):
     assert [[len(head) for head in row] for row in held(bound, state)] == [[3, 9], [1, 1], [6, 6]]
     assert held(bound, state)[0][0][1:] == [7, 8] and held(bound, state)[0][1] == list(range(9))
     shelf = -(-(2 * (6 + page - 1) // page) // 2)
-    assert state.apart.pos.shape == (3, 2, shelf * page) and state.apart.owner.shape == (3, 2, shelf)
-    pages = np.asarray(state.apart.pos).reshape(3, -1, page)
+    assert state.side_store.pos.shape == (3, 2, shelf * page) and state.side_store.owner.shape == (3, 2, shelf)
+    pages = np.asarray(state.side_store.pos).reshape(3, -1, page)
     for b in range(3):  # an owner's pages follow each other, and only its last one has empty slots
-        owner = np.asarray(state.apart.owner)[b].ravel()
+        owner = np.asarray(state.side_store.owner)[b].ravel()
         used = owner[owner >= 0]
         assert (np.diff(used) >= 0).all() and (owner[used.size :] == -1).all() and (pages[b, used.size :] == -1).all()
         for head, count in enumerate(np.bincount(used, minlength=2)):
@@ -121,7 +123,7 @@ def test_many_queries_at_once_are_read_as_few(count):
     state = layer.prefill(bound, d)
     q = jnp.asarray(np.random.default_rng(0).normal(size=(layer.B, layer.K, layer.G, 70, layer.H)), jnp.float32)
     q_pos = jnp.broadcast_to(jnp.arange(20, 90)[None], (layer.B, 70))
-    read = jax.jit(bound.method.apart.read, static_argnums=0)
+    read = jax.jit(bound.method.side_store.read, static_argnums=0)
     together = read(bound, state, q, q_pos)
     apart = [read(bound, state, q[:, :, :, at : at + count], q_pos[:, at : at + count]) for at in range(0, 70, count)]
     for one, *others in zip(together, *apart, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core.attention import attend_dense
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
 
@@ -21,7 +21,7 @@ def test_blocks_of_queries_give_what_all_at_once_give(n):
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 2, 3, 10, 4)), jnp.float32)
     k, v = (jnp.asarray(rng.normal(size=(2, 2, 12, 4)), jnp.float32) for _ in range(2))
-    block = Block(k, v, jnp.arange(12, dtype=jnp.int32)[None, None].repeat(2, 0))
+    block = KVBlock(k, v, jnp.arange(12, dtype=jnp.int32)[None, None].repeat(2, 0))
     q_pos = jnp.asarray([np.arange(2, 12), np.arange(10)], jnp.int32)
     whole = attend_dense(q, block, q_pos)
     chex.assert_trees_all_close(
@@ -54,12 +54,12 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
         method = layer.bound(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
 
         def run(k, v, q, method=method):
-            state = method.prefill(Block(k, v, pos[:, None]), None, 96)
+            state = method.prefill(KVBlock(k, v, pos[:, None]), None, 96)
 
             def step(state, i):
                 at = (lengths[:, None] + i).astype(jnp.int32)
                 f = i.astype(jnp.float32)
-                fresh = Block(k[:, :, :1] + f, v[:, :, :1] - f, at[:, None])
+                fresh = KVBlock(k[:, :, :1] + f, v[:, :, :1] - f, at[:, None])
                 out, state, _ = method.extend(state, q, fresh, 1, None)
                 return state, out
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.cache.select.scorers import Accumulated, Window
 from kvjax.core.attention import causal_with_sums
-from kvjax.core.observe import Obs, mass
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
 from kvjax.core.types import KvjaxError
 from kvjax.methods.keynorm import KeyNorm
@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_scores_are_the_oracles(scorer, window, padding):
-    heads, kv = map(np.asarray, run(scorer, *batch(padding=padding, queries=scorer.queries or None), window))
+    heads, kv = map(np.asarray, run(scorer, *batch(padding=padding, queries=scorer.num_queries or None), window))
     assert kv.dtype == heads.dtype == jnp.float32 and kv.shape == (4, 2, S)
     for b, n in enumerate(LENGTHS):
         want_heads, want = both(scorer, b, n, window)
@@ -58,7 +58,7 @@ def test_a_window_takes_its_queries_from_all_of_them():
 
 def test_only_positions_say_which_queries_are_real():
     block, obs = batch(queries=W)
-    turned = Obs(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
+    turned = Observation(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
     np.testing.assert_allclose(run(Window(W, 3), block, obs)[1], run(Window(W, 3), block, turned)[1], atol=1e-6)
 
 
@@ -75,7 +75,7 @@ def test_queries_are_read_a_few_at_a_time():
     block, obs = batch()
     by = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        whole, parts = (jax.jit(functools.partial(mass, window=window, at_once=n)) for n in (64, 7))
+        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, at_once=n)) for n in (64, 7))
         for x, y in zip(whole(block, obs, by), parts(block, obs, by), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -84,11 +84,11 @@ def test_queries_are_read_a_few_at_a_time():
 def test_sums_that_are_known_change_nothing(window):
     block, obs = batch()
     _, sums = causal_with_sums(obs.q, block.k, block.v, window=window)
-    summed = jax.jit(functools.partial(mass, window=window, at_once=7))
+    summed = jax.jit(functools.partial(attention_mass, window=window, at_once=7))
     by = np.ones(obs.pos.shape, np.float32)
-    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(sums=sums), by), strict=True):
+    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_sums=sums), by), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    twice = summed(block, obs._replace(sums=sums - np.float32(np.log(2))), by)[0]
+    twice = summed(block, obs._replace(softmax_sums=sums - np.float32(np.log(2))), by)[0]
     np.testing.assert_allclose(twice, 2 * summed(block, obs, by)[0], atol=1e-5)  # they are what it divides by
 
 

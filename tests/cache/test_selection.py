@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cache.select import units as selection
 from kvjax.cache.select.units import Chunk, Page, Token, select, top
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from tests.oracles import eviction as oracle
 
 LENGTHS = (21, 5, 14)
@@ -92,14 +92,14 @@ def test_gathered_rows_keep_their_positions():
     pos = np.array([[[0, 1, 2, 3, 4]], [[0, 1, 2, -1, -1]]], np.int32)
     idx = np.array([[[1, 4], [0, 2]], [[2, -1], [0, -1]]], np.int32)
     gather = jax.jit(selection.gather)
-    out = gather(Block(k, k + 1, pos), idx)
+    out = gather(KVBlock(k, k + 1, pos), idx)
     assert np.asarray(out.pos).tolist() == [[[1, 4], [0, 2]], [[2, -1], [0, -1]]]
     np.testing.assert_array_equal(np.asarray(out.k)[0, 1], k[0, 1, [0, 2]])
     np.testing.assert_array_equal(np.asarray(out.v)[0, 0], k[0, 0, [1, 4]] + 1)
-    shared = gather(Block(k, k, pos), idx[:, :1])
+    shared = gather(KVBlock(k, k, pos), idx[:, :1])
     assert shared.pos.shape == (2, 1, 2) and shared.k.shape == (2, 2, 2, 3)
     np.testing.assert_array_equal(np.asarray(shared.k)[0, 1], k[0, 1, [1, 4]])
-    again = gather(Block(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
+    again = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
     np.testing.assert_array_equal(again.pos, np.repeat(shared.pos, 2, 1))
 
 

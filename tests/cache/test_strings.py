@@ -11,11 +11,11 @@ import pytest
 from kvjax import Method, compose, methods, name_of, parse
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.engine.plan import bind
 from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, RECIPES, load_all
 from kvjax.methods.kcache import TopV
 from kvjax.methods.strings import split_many
 from kvjax.parts import recipe
-from kvjax.engine.plan import bind
 from kvjax.testing import toy_model
 
 

@@ -12,8 +12,8 @@ from kvjax.cache import tables
 from kvjax.cache.given import FOLDER, Given
 from kvjax.cache.tables import KINDS, Kind, table
 from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import load_all
 from kvjax.engine.plan import specs
+from kvjax.methods.catalogue import load_all
 from tests.contract import layer, test_devices
 
 load_all()
@@ -22,7 +22,7 @@ load_all()
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_table_ships_for_the_tests_layers_and_for_the_shipped_model(kind):
     """Made by `python -m experiments.tables.shipped`."""
-    devices = dataclasses.replace(layer.spec(), kv_heads=test_devices.K)
+    devices = dataclasses.replace(layer.spec(), num_kv_heads=test_devices.K)
     for spec in (layer.spec(), devices, *specs(kvjax.load("testbed").config)):
         assert Given("shipped", kind).of(spec) == {}  # it is found, and no array was asked for
 
@@ -37,7 +37,7 @@ def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
     @table("gates")
     class Gates(Kind):
         def example(self, spec, rng):
-            return {"gates": rng.random(spec.kv_heads)}
+            return {"gates": rng.random(spec.num_kv_heads)}
 
     made = tables.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
     assert made["gates"].shape == (layer.K,)

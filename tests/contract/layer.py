@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import Layer, LayerSpec, slots_of
+from kvjax.cache.protocol import BoundLayer, LayerSpec, slots_of
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
+from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.methods.strings import method_of
-from kvjax.run import reading
 from kvjax.testing import dense_attention
 
 B, K, G, H = 3, 2, 2, 32
@@ -27,8 +27,8 @@ STEPS = 7
 TOTAL = LENGTHS + STEPS
 CAPACITY = 24
 
-Fresh = tuple[jax.Array, Block]
-"""What `Layer.extend` takes for fresh tokens: q [B K G T H], and their block."""
+Fresh = tuple[jax.Array, KVBlock]
+"""What `BoundLayer.extend` takes for fresh tokens: q [B K G T H], and their block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Data:
         def take(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, pos.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1, 1), -2)
 
-        return take(self.q), Block(take(self.k), take(self.v), pos[:, None])
+        return take(self.q), KVBlock(take(self.k), take(self.v), pos[:, None])
 
 
 def data(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> Data:
@@ -79,20 +79,22 @@ def cut_short(fresh: Fresh, counts: list[int], padding: float = np.inf) -> Fresh
     q, block = fresh
     real = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
     k, v = (jnp.where(real[..., None], x, jnp.asarray(padding, x.dtype)) for x in (block.k, block.v))
-    return q, Block(k, v, jnp.where(real, block.pos, jnp.int32(-1)))
+    return q, KVBlock(k, v, jnp.where(real, block.pos, jnp.int32(-1)))
 
 
 def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
     """The only layer of a model."""
-    return LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=head_dim, window=window, rope=Rope(head_dim))
+    return LayerSpec(
+        index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=head_dim, window=window, rope=Rope(head_dim)
+    )
 
 
-def bound(method: Any, window: int | None = None, head_dim: int = H) -> Layer:
+def bound(method: Any, window: int | None = None, head_dim: int = H) -> BoundLayer:
     """A method, or its string, in that layer."""
     return method_of(method).bind(spec(window, head_dim))
 
 
-def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, Block]:
+def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, KVBlock]:
     """Queries and block of the prompts, `width` tokens wide; beyond each prompt they hold `padding`."""
     pos = np.arange(width)[None] < d.lengths[:, None]
     inside = jnp.asarray(pos)[:, None, :, None]
@@ -101,52 +103,52 @@ def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Arr
         return jnp.where(inside, x[..., :width, :], jnp.asarray(padding, x.dtype))
 
     pos = jnp.asarray(np.where(pos, np.arange(width)[None], -1), jnp.int32)
-    return cut(d.q, inside[:, None]), Block(cut(d.k, inside), cut(d.v, inside), pos[:, None])
+    return cut(d.q, inside[:, None]), KVBlock(cut(d.k, inside), cut(d.v, inside), pos[:, None])
 
 
-def after_prompt(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
+def after_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
     """The state after the prompts, made as the decoder makes it."""
-    if layer.needs.chunk:
+    if layer.needs.prompt_chunk:
         return _through_the_method(layer, q, block, slots)
     seen, lengths = observed(layer, q, block)
     keep = None
-    if layer.needs.all_layers:
-        measures = layer.measure(*reading.seen_by(layer, seen, lengths))
-        keep = layer.shares(jax.tree.map(lambda x: x[None], measures), lengths)[0]
-    return layer.prefill(*reading.seen_by(layer, seen, lengths, keep), slots)
+    if layer.needs.global_budget:
+        measures = layer.measure(*observed_block(layer, seen, lengths))
+        keep = layer.divide_budget(jax.tree.map(lambda x: x[None], measures), lengths)[0]
+    return layer.prefill(*observed_block(layer, seen, lengths, keep), slots)
 
 
-def observed(layer: Layer, q: jax.Array, block: Block) -> tuple[reading.Prompt, jax.Array]:
+def observed(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[LayerPrompt, jax.Array]:
     """The prompts with all that the layer asks to see of them, and their lengths."""
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    seen = reading.Prompt(block.k, block.v, reading.shown(layer, q, 0, lengths), *_model_of(layer, q, block))
-    if layer.needs.probe is not None:
-        seen = seen._replace(probed=_looked(layer, seen, q, lengths))
+    seen = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
+    if layer.needs.replay is not None:
+        seen = seen._replace(replay_scores=_looked(layer, seen, q, lengths))
     return seen, lengths
 
 
-def _model_of(layer: Layer, q: jax.Array, block: Block) -> tuple[jax.Array | None, jax.Array | None]:
+def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
     """What a method may want to see of the model: hidden states [B 1 T D], and an output projection [1 K G H D]."""
     rng = np.random.default_rng(7)
     hidden = output = None
-    if layer.needs.hidden:
+    if layer.needs.hidden_states:
         hidden = jnp.tanh(block.v[:, :1, :, :D])
-    if layer.needs.output:
+    if layer.needs.output_projection:
         output = jnp.asarray(rng.normal(size=(1, *q.shape[1:3], block.v.shape[3], D)), block.v.dtype)
     return hidden, output
 
 
-def _looked(layer: Layer, prompt: reading.Prompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
+def _looked(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
     """What the layer sees of prompts that are repeated whole, with the same queries, keys and values."""
-    block, seen = reading.seen_by(layer, prompt, lengths)
+    block, seen = observed_block(layer, prompt, lengths)
     again = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
-    fresh = Block(block.k, block.v, again)
+    fresh = KVBlock(block.k, block.v, again)
     nothing = jnp.zeros(block.k.shape[:3], jnp.float32)
-    return layer.look(block, jnp.int32(0), seen._replace(q=q, pos=again[:, 0]), fresh, nothing)
+    return layer.update_scores(block, jnp.int32(0), seen._replace(q=q, pos=again[:, 0]), fresh, nothing)
 
 
-def _through_the_method(layer: Layer, q: jax.Array, block: Block, slots: int) -> Any:
-    size = layer.needs.chunk
+def _through_the_method(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
+    size = layer.needs.prompt_chunk
 
     def pieces(x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
         grow = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
@@ -157,31 +159,31 @@ def _through_the_method(layer: Layer, q: jax.Array, block: Block, slots: int) ->
         return layer.extend(state, *piece, size, None)[1], None
 
     state = layer.prefill(block.first(0), None, slots)
-    every = Block(pieces(block.k, 2), pieces(block.v, 2), pieces(block.pos, 2, -1))
+    every = KVBlock(pieces(block.k, 2), pieces(block.v, 2), pieces(block.pos, 2, -1))
     return lax.scan(step, state, (pieces(q, 3), every))[0]
 
 
-def slots(layer: Layer, capacity: int = CAPACITY) -> int:
+def slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
     """Slots of a layer that the battery's prompts fill."""
     return slots_of(layer, tuple(map(int, LENGTHS)), capacity)
 
 
 @functools.cache
-def _prefill(layer: Layer, slots: int):
+def _prefill(layer: BoundLayer, slots: int):
     return jax.jit(lambda q, block: after_prompt(layer, q, block, slots))
 
 
-def prefill(layer: Layer, d: Data, padding: float = 0.0) -> Any:
+def prefill(layer: BoundLayer, d: Data, padding: float = 0.0) -> Any:
     """The state after the prompts; beyond each prompt the block holds `padding`."""
     return _prefill(layer, slots(layer))(*prompt(d, padding))
 
 
-TRACES: Counter[Layer] = Counter()
+TRACES: Counter[BoundLayer] = Counter()
 """How often `extend` was traced for single steps."""
 
 
 @functools.cache
-def extend(layer: Layer, commit: int = 1):
+def extend(layer: BoundLayer, commit: int = 1):
     """The compiled function (state, fresh tokens) -> (out, state); the carry is that of the first layer."""
 
     def run(state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
@@ -191,7 +193,7 @@ def extend(layer: Layer, commit: int = 1):
     return jax.jit(run)
 
 
-def stepped(layer: Layer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
+def stepped(layer: BoundLayer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
     """One token after the other, of a stack of them -> (f32[B K G T H], the state)."""
 
     def step(state: Any, one: Fresh) -> tuple[Any, jax.Array]:
@@ -203,7 +205,7 @@ def stepped(layer: Layer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
 
 
 @functools.cache
-def _stepped(layer: Layer):
+def _stepped(layer: BoundLayer):
     return jax.jit(functools.partial(stepped, layer))
 
 

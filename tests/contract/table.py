@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from kvjax.cache.contract import Layer
+from kvjax.cache.protocol import BoundLayer
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.catalogue import Recipe, load_all
 from kvjax.methods.strings import parse
@@ -43,7 +43,7 @@ def together(a: str, b: str, limit: bool = False) -> str:
 
 
 @functools.cache
-def pair(a: str, b: str) -> Layer | IncompatibleMethod:
+def pair(a: str, b: str) -> BoundLayer | IncompatibleMethod:
     """Two recipes composed and bound to the battery's layer, or the error that says why they cannot be."""
     try:
         return layer.bound(together(a, b))

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import contract
-from kvjax.cache.contract import LayerSpec, Needs, Traits
+from kvjax.cache import protocol
+from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.cache.select.units import gather
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
+from kvjax.generation.filled import checked
 from kvjax.methods.strings import method_of
-from kvjax.run.filled import checked
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]
@@ -50,27 +50,29 @@ class LastTokensLayer:
     spec: LayerSpec
     needs: ClassVar[Needs] = Needs()
 
-    def slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         return self.count
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Block:
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> KVBlock:
         B, K, _, H = block.k.shape
-        empty = jnp.zeros((B, K, slots, H), block.k.dtype)
-        return self._last(Block(empty, empty, jnp.full((B, 1, slots), -1, jnp.int32)), block)
+        empty = jnp.zeros((B, K, num_slots, H), block.k.dtype)
+        return self._last(KVBlock(empty, empty, jnp.full((B, 1, num_slots), -1, jnp.int32)), block)
 
-    def extend(self, state: Block, q: Array, fresh: Block, commit: int, carry: Any) -> tuple[Array, Block, Any]:
-        fresh = fresh.clean()
-        q_pos = fresh.pos[:, 0]
-        parts = [attend_dense(q, block, q_pos, self.spec.window) for block in (state, fresh)]
-        return merge(parts), self._last(state, fresh.first(commit)), carry
+    def extend(
+        self, state: KVBlock, q: Array, new: KVBlock, commit: int, cross_layer: Any
+    ) -> tuple[Array, KVBlock, Any]:
+        new = new.clean()
+        q_pos = new.pos[:, 0]
+        parts = [attend_dense(q, block, q_pos, self.spec.window) for block in (state, new)]
+        return merge(parts), self._last(state, new.first(commit)), cross_layer
 
-    def positions(self, state: Block) -> Array:
+    def positions(self, state: KVBlock) -> Array:
         return state.pos
 
-    def _last(self, *blocks: Block) -> Block:
+    def _last(self, *blocks: KVBlock) -> KVBlock:
         k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
         newest = jnp.argsort(pos, axis=2)[:, :, -self.count :].astype(jnp.int32)
-        return gather(Block(k, v, pos).clean(), newest)
+        return gather(KVBlock(k, v, pos).clean(), newest)
 
 
 def members(cls: type) -> set[str]:
@@ -81,8 +83,12 @@ def members(cls: type) -> set[str]:
 
 
 def test_the_toy_has_the_contracts_members_and_no_others():
-    assert members(LastTokens) == members(contract.KVMethod) == {"traits", "bind"}
-    assert members(LastTokensLayer) == members(contract.Layer) == {"needs", "slots", "prefill", "extend", "positions"}
+    assert members(LastTokens) == members(protocol.KVMethod) == {"traits", "bind"}
+    assert (
+        members(LastTokensLayer)
+        == members(protocol.BoundLayer)
+        == {"needs", "num_slots", "prefill", "extend", "positions"}
+    )
 
 
 @pytest.fixture(scope="module")

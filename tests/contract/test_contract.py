@@ -1,4 +1,7 @@
-"""The battery that every trial of every method passes (C1 to C6, and C10), and the register that it runs over."""
+"""The battery that every trial of every method passes (C1 to C7, and C10), and the register that it runs over.
+
+What `kvjax.conformance` says of any states, it says of these (C4, C7); its other rules are of a whole model.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.select.shares import SHARED_ROUNDING
+from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
+from kvjax.conformance import changed_types, wrong_positions
 from kvjax.core.types import IncompatibleMethod
+from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
 from tests.contract import edges, layer
@@ -109,7 +114,7 @@ def test_c3_only_the_committed_tokens_are_kept(trial: Trial):
     two, ahead = layer.extend(bound)(state, d.tokens(0, 2))
     one, alone = layer.extend(bound)(state, d.token(0))
     # A reader may prefetch by the word of the other token.
-    kept = [dataclasses.replace(s, aux=None) if hasattr(s, "aux") else s for s in (ahead, alone)]
+    kept = [dataclasses.replace(s, reader_state=None) if hasattr(s, "reader_state") else s for s in (ahead, alone)]
     chex.assert_trees_all_equal(*kept)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
 
@@ -118,7 +123,7 @@ def test_c3_only_the_committed_tokens_are_kept(trial: Trial):
 def test_c4_extend_keeps_shapes_dtypes_and_memory_kinds(trial: Trial):
     bound, d, state = start(trial.small)
     _, after = layer.extend(bound)(state, d.token(0))
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    assert not changed_types(state, after)
     kinds = [jax.tree.map(lambda x: x.sharding.memory_kind, s) for s in (after, state)]
     assert kinds[0] == kinds[1]
 
@@ -152,11 +157,20 @@ def test_c6_bytes_are_the_recipes_and_the_planned_ones(trial: Trial, dtype):
     sizes_of = {"capacity": layer.CAPACITY, "batch": layer.B, "width": layer.LONGEST, "dtype": dtype}
     planned = planned_bytes(trial.small, MODEL, layer.LONGEST, **sizes_of)
     want["device"] += 4 * layer.B  # the cache's own lengths
-    if not bound.needs.all_layers:
+    if not bound.needs.global_budget:
         assert planned.total == want
     else:  # a plan adds the slots by which a layer's share of the budget may be rounded up, and no more
         roomy = layer.after_prompt(bound, *layer.prompt(d), layer.slots(bound) + SHARED_ROUNDING - 1)
         assert want["device"] < planned.total["device"] <= array_bytes(roomy)["device"] + 4 * layer.B
+
+
+@every
+def test_c7_a_head_holds_tokens_of_the_text_each_once_and_the_newest(trial: Trial):
+    bound, d, state = start(trial.small)
+    for step in range(3):
+        for row, heads in enumerate(np.asarray(bound.positions(state))):
+            assert not wrong_positions(method_of(trial.small), heads, int(d.lengths[row]) + step, bool(step))
+        _, state = layer.extend(bound)(state, d.token(step))
 
 
 @every
@@ -177,12 +191,12 @@ def test_c10_a_token_that_is_taken_back_leaves_no_trace(trial: Trial):
     loud = dataclasses.replace(block, k=block.k * 7, v=block.v * 7)
     _, more = layer.extend(bound)(state, (q, loud))
     try:
-        most = np.asarray(bound.undoable(more))
+        most = np.asarray(bound.max_rollback(more))
         back = bound.crop(more, jnp.asarray(np.minimum(most, 1), jnp.int32))
     except IncompatibleMethod as e:
         assert "keep" in str(e)
         return
-    assert jax.tree.map(jax.typeof, back) == jax.tree.map(jax.typeof, state)
+    assert not changed_types(state, back)
     for t in (0, 1):
         (mine, back), (want, state) = (layer.extend(bound)(s, d.token(t)) for s in (back, state))
         np.testing.assert_allclose(mine[most > 0], want[most > 0], atol=1e-6)

@@ -14,18 +14,18 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.cache.contract import Layer, LayerSpec, Needs, slots_of
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, slots_of
 from kvjax.cache.read.full import Full
 from kvjax.core import memory
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named, over_heads, per_device
-from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.engine import sharded_layer
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
-from kvjax.run import devices
 from kvjax.testing import toy_model
 from tests.contract import layer
 
@@ -67,27 +67,31 @@ def mesh_of(shape: tuple[int, int]) -> Mesh:
 class Spread:
     """A bound layer as the decoder runs it on a mesh."""
 
-    layer: Layer
+    layer: BoundLayer
     mesh: Mesh
 
     @property
     def needs(self) -> Needs:
         return self.layer.needs
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
-        return devices.prefill(self.layer, block, seen, slots, self.mesh)
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
+        return sharded_layer.prefill(self.layer, block, observation, num_slots, self.mesh)
 
-    def extend(self, state: Any, q: jax.Array, fresh: Block, commit: int, carry: Any) -> tuple[jax.Array, Any, Any]:
-        return devices.extend(self.layer, state, q, fresh, commit, carry, self.mesh)
+    def extend(
+        self, state: Any, q: jax.Array, new: KVBlock, commit: int, cross_layer: Any
+    ) -> tuple[jax.Array, Any, Any]:
+        return sharded_layer.extend(self.layer, state, q, new, commit, cross_layer, self.mesh)
 
-    def look(self, block: Block, start: jax.Array, seen: Obs, fresh: Block, before: jax.Array) -> jax.Array:
-        return devices.look(self.layer, block, start, seen, fresh, before, self.mesh)
+    def update_scores(
+        self, block: KVBlock, start: jax.Array, observation: Observation, new: KVBlock, before: jax.Array
+    ) -> jax.Array:
+        return sharded_layer.look(self.layer, block, start, observation, new, before, self.mesh)
 
-    def measure(self, block: Block, seen: Obs | None) -> jax.Array:
-        return devices.measure(self.layer, block, seen, self.mesh)
+    def measure(self, block: KVBlock, observation: Observation | None) -> jax.Array:
+        return sharded_layer.measure(self.layer, block, observation, self.mesh)
 
-    def shares(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
-        return self.layer.shares(measures, lengths)
+    def divide_budget(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
+        return self.layer.divide_budget(measures, lengths)
 
 
 @functools.cache
@@ -101,7 +105,7 @@ def inputs() -> tuple[Any, Any]:
     return layer.prompt(d, width=int(LENGTHS.max())), [d.token(t) for t in range(STEPS)]
 
 
-def run(bound: Layer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
+def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
     """(the state after the prompts, what the steps give, the state after them)."""
     slots = slots_of(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
     here = bound if mesh is None else Spread(bound, mesh)
@@ -119,8 +123,8 @@ def run(bound: Layer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
 
 
 @functools.cache
-def bound_to(method: str) -> Layer:
-    spec = LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=None, rope=Rope(H))
+def bound_to(method: str) -> BoundLayer:
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
     return method_of(method).bind(spec)
 
 
@@ -169,7 +173,7 @@ def by_part(x: jax.Array) -> dict[str, list[jax.Array]]:
 class InPieces(Full):
     """Through which prompts are fed too."""
 
-    chunk: ClassVar[int] = 8
+    prompt_chunk: ClassVar[int] = 8
 
 
 SIZES = {"kv_heads": 4, "heads": 8, "vocab_size": 96, "layers": 2}

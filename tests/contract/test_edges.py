@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
-from kvjax.cache.select.scorers import Scorer, Scores, by_tokens
-from kvjax.cache.select.select import selecting
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.scorers import Scorer, Scores, token_scores
+from kvjax.cache.select.selection import make_selection
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
+from kvjax.engine.layer_prompt import observed_block
 from kvjax.methods.strings import parse
-from kvjax.run import reading
 from tests.contract import layer
 from tests.contract.edges import batches, those_not
 from tests.contract.table import RECIPES
@@ -30,8 +30,8 @@ SELECTING = {method.select.scorer: method for method in METHODS if method.select
 def badly_scored(bound: MethodLayer) -> set[str]:
     """The cases in which a token of a prompt has a score that is no finite number; a selection would hide it."""
 
-    def scored(q: Array, block: Block) -> Scores:
-        seen = reading.seen_by(bound, *layer.observed(bound, q, block))
+    def scored(q: Array, block: KVBlock) -> Scores:
+        seen = observed_block(bound, *layer.observed(bound, q, block))
         return bound.method.select.scorer.scores(*seen, bound.spec)
 
     program, found = jax.jit(scored), set()
@@ -52,10 +52,10 @@ def test_scores_are_finite(scorer):
 class Naive(Scorer):
     """The first channel of a key at length 1, wherever a key has a length."""
 
-    def scores(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Scores:
-        return by_tokens(block.k[..., 0] / jnp.sqrt(jnp.square(block.k).sum(-1)), block)
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        return token_scores(block.k[..., 0] / jnp.sqrt(jnp.square(block.k).sum(-1)), block)
 
 
 def test_a_division_by_zero_is_found():
-    found = badly_scored(layer.bound(Method(select=selecting(Naive(), 5))))
+    found = badly_scored(layer.bound(Method(select=make_selection(Naive(), 5))))
     assert found == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.cache.contract import Layer
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import BoundLayer
 from kvjax.core.types import IncompatibleMethod
 from kvjax.methods.pairs import verdict
 from tests.contract import layer
@@ -32,10 +32,10 @@ PLACED = ("", "offload")
 READ = ("", "kcache:n=100,device_layers=0", "specache:bits=1,group=4,residual=4,topk=100")
 
 
-def abstract_types(bound: Layer) -> list:
+def abstract_types(bound: BoundLayer) -> list:
     """Types of the state after the prompts, and after steps that keep one token, or none and guess."""
     d = layer.data()
-    commits = [(1, 1), (2, 1), (1, 0)] if bound.needs.guesses else [(1, 1)]
+    commits = [(1, 1), (2, 1), (1, 0)] if bound.needs.draft_tokens else [(1, 1)]
 
     def run(q, block, steps):
         state = layer.after_prompt(bound, q, block, layer.slots(bound))
@@ -71,8 +71,8 @@ def kind(name: str) -> str:
     filled = {slot: value for slot, value in filled.items() if value != getattr(default, slot)}
     if method.select is not None:
         select, scorer = method.select, method.select.scorer
-        asks = {0: "no queries", None: "all queries"}.get(scorer.queries, "some queries")
-        seen = [asks, scorer.output, scorer.hidden, scorer.probe is not None]
+        asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
+        seen = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
         filled["select"] = (type(select.budget), select.unit, select.per, *seen)
     return NUMBER.sub("", str(filled))
 

@@ -19,15 +19,15 @@ from kvjax.eval.page import summary
 from kvjax.eval.run import bars
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.parts import Method, Scorer, by_tokens, recipe, selecting
+from kvjax.parts import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.testing import toy_model
 from tests.eval import fake_run
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueNorm(Scorer):
-    def scores(self, block, seen, spec):
-        return by_tokens(jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+    def scores(self, block, observation, spec):
+        return token_scores(jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +111,10 @@ def small(monkeypatch):
 def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, clean_catalogue):
     @recipe("an idea of mine")
     def value_norm(budget: int = 256) -> Method:
-        return Method(select=selecting(ValueNorm(), budget))
+        return Method(select=make_selection(ValueNorm(), budget))
 
     monkeypatch.chdir(tmp_path)
-    value = Method(select=selecting(ValueNorm(), 4))
+    value = Method(select=make_selection(ValueNorm(), 4))
     rows = compare(small, ["full", "value_norm:budget=4 + int4", value])
     assert [(row.method, row.task) for row in rows] == [
         (name, task)

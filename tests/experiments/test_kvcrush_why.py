@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from experiments import kvcrush_why
 from kvjax import KvjaxError
-from kvjax.run.exact import read_exactly
 from kvjax.engine.plan import bind
+from kvjax.generation.exact import read_exactly
 from kvjax.testing import toy_model
 
 LENGTH, MORE, BUDGET = 60, 8, 24

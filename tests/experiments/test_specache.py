@@ -21,8 +21,8 @@ from experiments.papers import (
     specache_table4,
     specache_table5,
 )
+from experiments.testbed.measure import answers
 from kvjax import KvjaxError
-from kvjax.eval.run import harness
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
 from kvjax.testing import toy_model
@@ -96,18 +96,20 @@ def test_a_shared_prefill_answers_as_generation_from_the_whole_prompt(tiny, text
     assert common.answers(tiny, {text: method}, wrong, "prompt")[text] == [False, False]
 
 
-def test_a_question_to_the_cache_is_what_the_harness_asks(tiny):
+def test_a_question_to_the_cache_is_what_a_context_is_asked(tiny):
     method, batch = kvjax.parse(f"kivi:{LOW}"), small_instances("variables", 2, 96)
-    right, _ = harness.answers(tiny, method, batch)
+    right, _ = answers(tiny, method, batch)
     assert common.answers(tiny, {"m": method}, batch, "cache")["m"] == [r[i] for i in range(4) for r in right]
 
 
-def test_text_is_scored_as_by_the_harness(tiny):
+def test_text_is_scored_as_by_a_context(tiny):
     rows = np.random.default_rng(0).integers(0, 256, (2, 100), np.int32)
     methods = {t: kvjax.parse(t) for t in ("full", f"kivi:{LOW}")}
     found = common.continuations(tiny, methods, rows, 96)
     for text, method in methods.items():
-        nats, likeliest = harness.continuation(tiny, method, rows, 96)
+        nats, likeliest = map(
+            np.stack, zip(*kvjax.read(tiny, rows[:, :96], method, room=4).score(rows[:, 96:]), strict=True)
+        )
         np.testing.assert_allclose(found[text][0], -nats[:, 1:].mean(1) / np.log(2), rtol=1e-5)
         np.testing.assert_array_equal(found[text][1], likeliest[:, 1:])
 

@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh
 from experiments.bench import absent, process, steps
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.core.compile_cache import Program
-from kvjax.run.loop import UNTIL
+from kvjax.generation.loop import decode_until
 
 PROGRAM = """HloModule made_by_hand
 
@@ -100,13 +99,13 @@ def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(mon
     monkeypatch.setattr(absent.topologies, "get_topology_desc", lambda *args, **more: 1 / 0)
     for name, remedy in (("v9:1x1", "pip install libtpu"), ("h200", "set JAX_PLATFORMS=cpu")):
         with pytest.raises(KvjaxError, match=rf"cannot compile for '{name}' \(division by zero\).*{remedy}"):
-            absent.compiled_for(name, UNTIL, {})
+            absent.compiled_for(name, jax.jit(decode_until), {}, ())
 
 
 def test_arguments_of_another_machine_lie_in_the_same_memories():
     arrays = {"a": jnp.zeros((2, 3)), "b": jax.device_put(jnp.zeros(4, jnp.int8), memory.HOST)}
     mesh = AbstractMesh((1,), ("x",))
-    found = absent._described(Program(lambda held, n: held, static=("n",)), {"held": arrays, "n": 3}, mesh)
+    found = absent._described({"held": arrays, "n": 3}, ("n",), mesh)
     assert found["n"] == 3
     kinds = {name: (x.shape, x.dtype, x.sharding.memory_kind) for name, x in found["held"].items()}
     assert kinds == {"a": ((2, 3), jnp.float32, "device"), "b": ((4,), jnp.int8, "pinned_host")}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.core.attention import causal
+from kvjax.engine.positions import token_positions
 from kvjax.explore import state
 from kvjax.explore.record import explored
 from kvjax.models.decoder import Decoder
-from kvjax.run import forward
 from kvjax.testing import toy_model
 from tests.contract.test_conformance import LastTokens
 
@@ -104,10 +105,10 @@ def exact_attention(model, ids):
 
     def attend(i, q, k, v, x):
         seen.append((np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0]))
-        return forward.causal(q, k, v), None
+        return causal(q, k, v), None
 
-    setting, tokens = forward.Setting(model.config), jnp.asarray([ids], jnp.int32)
-    forward.apply(model.params, setting, tokens, forward.positions(tokens), attend, Decoder.__call__)
+    tokens = jnp.asarray([ids], jnp.int32)
+    Decoder(model.config, model.dtype).apply({"params": model.params}, tokens, token_positions(tokens), attend)
     rows = []
     for q, k in seen:
         s = np.einsum("kgth,ksh->kgts", q, k) / np.sqrt(q.shape[-1])

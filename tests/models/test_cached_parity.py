@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.run import forward, passes
+from kvjax import functional
 from tests.fixtures import FAMILIES, load_family
 
 METHODS = ("full", "offload", "kcache:n=999,device_layers=0", "kcache:n=999,granularity=kv")
@@ -29,15 +29,14 @@ def test_prefill_and_cached_decode_steps_equal_transformers(family, method):
     last, state = kvjax.prefill(model, prompts, parsed, capacity=max(map(len, prompts)) + steps)
     for b, n in enumerate(want["lengths"]):
         close(last[b], want["logits"][b, n - 1])
-    setting = forward.Setting(model.config)
-    feed = jax.jit(lambda params, state, tokens: jax.lax.scan(_step(params, setting), state, tokens)[1])
+    feed = jax.jit(lambda params, state, tokens: jax.lax.scan(_step(params), state, tokens)[1])
     logits = feed(params, state, jnp.asarray(want["decode_tokens"].T[:, :, None], jnp.int32))
     close(np.asarray(logits)[:, :, 0].transpose(1, 0, 2), want["decode_logits"])
 
 
-def _step(params, setting):
+def _step(params):
     def step(state, tokens):
-        logits, state = passes.advance(params, tokens, state, setting, 1)
+        logits, state = functional.extend(params, tokens, state)
         return state, logits
 
     return step

@@ -9,8 +9,8 @@ import pytest
 
 import kvjax
 from checkpoints_convert.convert import read
+from kvjax import functional
 from kvjax.core import attention
-from kvjax.run import forward
 from tests.fixtures import FAMILIES, load_family
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -58,9 +58,9 @@ def test_fixtures_cover_every_variant():
 def test_the_window_matters(name, monkeypatch):
     """The prompts are long enough for a wrong window to show: without it, parity fails."""
     exact = attention.causal
-    monkeypatch.setattr("kvjax.run.forward.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
+    monkeypatch.setattr("kvjax.functional.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
     config, params, expected = load_family(name)
-    logits = forward.uncached(params, expected["tokens"][-1:], forward.Setting(config))
+    logits = functional.logits(params, expected["tokens"][-1:], config)
     assert relative_error(logits[0], expected["logits"][-1]) > 100 * TOLERANCE
 
 

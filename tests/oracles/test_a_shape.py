@@ -8,10 +8,10 @@ import pytest
 
 import kvjax
 from kvjax.core.attention import attend_dense, causal, merge
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.engine.positions import token_positions
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
-from kvjax.run import forward
 from kvjax.testing import toy_model
 from tests.oracles import a_shape as oracle
 
@@ -72,7 +72,7 @@ def test_the_few_queries_of_a_last_layer_read_by_the_same_mask():
     ask = jnp.array([[10, 13], [-1, 4]])
     pos = jnp.where(jnp.arange(14)[None] < jnp.array([[14], [5]]), jnp.arange(14)[None], -1)
     few = jnp.take_along_axis(q, jnp.maximum(ask, 0)[:, None, None, :, None], 3)
-    got = merge([attend_dense(few, Block(k, v, pos[:, None]), ask, pattern=AShape(1, 3))])
+    got = merge([attend_dense(few, KVBlock(k, v, pos[:, None]), ask, pattern=AShape(1, 3))])
     want = expected(q, k, v, 1, 3)
     np.testing.assert_allclose(got[0], want[0][:, :, np.array([10, 13])], atol=1e-6)
     np.testing.assert_allclose(got[1, :, :, 1], want[1][:, :, 4], atol=1e-6)
@@ -98,8 +98,8 @@ def masked_logits(row: list[int], reads_all_from: int | None = None) -> np.ndarr
         return jnp.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v), None
 
     tokens = jnp.asarray([row], jnp.int32)
-    setting = forward.Setting(MODEL.config)
-    out = forward.apply(MODEL.params, setting, tokens, forward.positions(tokens), attend, Decoder.logits)[0]
+    decoder, pos = Decoder(MODEL.config, jnp.float32), token_positions(tokens)
+    out = decoder.apply({"params": MODEL.params}, tokens, pos, attend, method=Decoder.logits)[0]
     return np.asarray(out[0])
 
 

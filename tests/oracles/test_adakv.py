@@ -21,7 +21,7 @@ def divided(rule: AdaKV, scores, lengths, quota, beside) -> np.ndarray:
     """Budgets of rows of scores [B K U] with so many units."""
     allowed = np.arange(np.shape(scores)[2])[None] < np.array(lengths)[:, None]
     args = (np.asarray(scores, np.float32), allowed, np.array(quota, np.int32), np.array(beside, np.int32))
-    return np.asarray(jax.jit(rule.heads)(*args))
+    return np.asarray(jax.jit(rule.allocate_local)(*args))
 
 
 def test_the_example_by_hand():
@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     [
         ("adakv", "divides what a selection keeps .* compose it with one"),
         ("keynorm:budget=4,per=layer + adakv", "slot `select`.*all heads keep the same tokens"),
-        ("cake:budget=64 + adakv", "slot `shares`.*all heads of a layer equally many"),
+        ("cake:budget=64 + adakv", "slot `layer_budgets`.*all heads of a layer equally many"),
         (SNAPKV + " + h2o + adakv", "slot `decode`.*a policy takes tokens out"),
         (SNAPKV + " + kcache:device_layers=0 + adakv", "slot `read`.*chooses among the slots"),
         (SNAPKV + " + saq + adakv", "slot `k`.*mix those of several heads; leave one of them out"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import memory
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.arkvale import TightBoxes, arkvale
 from tests.contract import layer
 from tests.oracles import arkvale as oracle
@@ -34,25 +34,25 @@ def test_it_equals_the_paper_whatever_lies_in_empty_slots():
 def test_a_page_of_three_keys_by_hand():
     keys = jnp.array([0.0, 2.0, 4.0]).reshape(1, 1, 3, 1)
     index = TightBoxes(3)
-    digests = unpacked(index.build(Block(keys, keys, jnp.arange(3, dtype=jnp.int32)[None, None])))
+    digests = unpacked(index.build(KVBlock(keys, keys, jnp.arange(3, dtype=jnp.int32)[None, None])))
     np.testing.assert_allclose([digests.box.low.item(), digests.box.high.item()], [2 - 4 / 3, 2 + 4 / 3], rtol=1e-6)
     np.testing.assert_allclose(index.score(digests, jnp.ones((1, 1, 1, 1, 1))).item(), 10 / 3, rtol=1e-6)
     assert oracle.promise(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float) -> Block:
+def tokens(d: layer.Data, first, count, width: int, padding: float) -> KVBlock:
     """Of each row `count` tokens from `first` on, and `padding` behind them."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]
     k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
-    return Block(k, v, pos[:, None])
+    return KVBlock(k, v, pos[:, None])
 
 
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
     d, size, S = layer.data(), 4, 17
     n = d.lengths
-    build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).write))
+    build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).append))
     aux = build(tokens(d, 0 * n, n, S, np.inf))
     for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
         fresh = tokens(d, n, count, 5, np.nan)

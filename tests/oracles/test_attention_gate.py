@@ -12,8 +12,8 @@ import kvjax
 from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.cache.select.gates import Gates, attended
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.attention_gate import Gate
 from tests.contract import layer
 from tests.oracles import attention_gate as oracle
@@ -27,11 +27,11 @@ def written(path, **changed: np.ndarray) -> str:
     return str(given.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
 
 
-def shown(d: layer.Data, padding: float = 0.0) -> tuple[Block, Obs]:
+def shown(d: layer.Data, padding: float = 0.0) -> tuple[KVBlock, Observation]:
     """The prompts, and what the battery shows of them."""
     q, block = layer.prompt(d, padding)
     hidden = np.where(np.isfinite(block.v[:, :1, :, : layer.D]), np.tanh(block.v[:, :1, :, : layer.D]), np.inf)
-    return block, Obs(q, block.pos[:, 0], hidden=hidden.astype(np.float32))
+    return block, Observation(q, block.pos[:, 0], hidden_states=hidden.astype(np.float32))
 
 
 def by_oracle(d: layer.Data, b: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_the_example_by_hand():
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
     d, gate = layer.data(2), Gate(Given(written(tmp_path), "attention_gate"))
-    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).kv)
+    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
         got = np.asarray(scored(*shown(d, padding)))
         for b, n in enumerate(d.lengths):
@@ -84,7 +84,7 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
     x, stays, scales = [], [[] for _ in range(layer.K)], []
     for b in (0, 2):
         q, k = (np.asarray(y[b, ..., :9, :], np.float64) for y in (d.q, d.k))
-        hidden = np.asarray(seen.hidden[b, 0, :9], np.float64)
+        hidden = np.asarray(seen.hidden_states[b, 0, :9], np.float64)
         scales.append((32 * np.sqrt(4) / np.square(hidden).sum(1).mean()) ** 0.5)
         near = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
         pays = np.exp(near @ near.T / np.sqrt(4))

@@ -83,13 +83,15 @@ def test_an_order_alone_changes_nothing(place):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 6, 8)), jnp.float32)
     q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 1, 8)), jnp.float32)
     ordered, plain = place(Ordered(Plain())), Plain()
-    a, b = (c.write(c.encode(x, POS), 2 * x[:, :, :1], jnp.array([[5]])) for c in (ordered, plain))
+    a, b = (c.append(c.encode(x, POS), 2 * x[:, :, :1], jnp.array([[5]])) for c in (ordered, plain))
     assert array_bytes(a)["device"] == 2 * 8 * 4 + (0 if place is Host else array_bytes(b)["device"])
     p = plain.scores(q, b)
-    np.testing.assert_allclose(ordered.search(q, a), p, atol=1e-5)
+    np.testing.assert_allclose(ordered.score_in_place(q, a), p, atol=1e-5)
     a = ordered.load(a)
     np.testing.assert_array_equal(ordered.decode(a), plain.decode(b))
-    np.testing.assert_array_equal(ordered.rows(a, jnp.array([[[5, 0]] * 2])), plain.rows(b, jnp.array([[[5, 0]] * 2])))
+    np.testing.assert_array_equal(
+        ordered.gather(a, jnp.array([[[5, 0]] * 2])), plain.gather(b, jnp.array([[[5, 0]] * 2]))
+    )
     np.testing.assert_allclose(ordered.scores(q, a), p, atol=1e-5)
     np.testing.assert_allclose(ordered.mix(p, a), plain.mix(p, b), atol=1e-5)
 

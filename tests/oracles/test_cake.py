@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.select.budgets import Ratio
-from kvjax.core.observe import Obs, moments
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation, moments
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.cake import Preference, Shifting
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -26,15 +26,17 @@ LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
 @functools.cache
 def bound(text: str, index: int = 0, layers: int = L):
     """A method in one of several layers."""
-    return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, layers=layers))
+    return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, num_layers=layers))
 
 
-def batch(seed: int, padding: float = 0.0) -> tuple[Block, Obs]:
+def batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
     """A layer's ragged prompts, and their last W queries."""
     q, k, v, pos = eviction.prompts(LENGTHS, S, seed, padding)
     at = np.array(LENGTHS)[:, None] - W + np.arange(W)[None]
     q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
-    return Block(*map(jnp.asarray, (k, v, pos[:, None]))), Obs(jnp.asarray(q), jnp.maximum(jnp.asarray(at), -1))
+    return KVBlock(*map(jnp.asarray, (k, v, pos[:, None]))), Observation(
+        jnp.asarray(q), jnp.maximum(jnp.asarray(at), -1)
+    )
 
 
 @functools.cache
@@ -54,14 +56,16 @@ def test_the_example_by_hand():
     odds = 2 * np.log(4)
     q = jnp.array([[odds, 0, 1, 0], [0, odds, 1, 0]], jnp.float32)[None, None, None]
     k = jnp.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -999, 0], [0, 0, -999, 0]], jnp.float32)[None, None]
-    block, seen = Block(k, k, jnp.arange(4)[None, None]), Obs(q, jnp.array([[2, 3]]))
+    block, seen = KVBlock(k, k, jnp.arange(4)[None, None]), Observation(q, jnp.array([[2, 3]]))
     assert bound("cake:budget=3,window=2").measure(block, seen)[0] == pytest.approx(0.1823, abs=1e-4)
 
 
 def test_the_example_of_budgets():
     assert oracle.budgets([1, 3], 8, 100) == [2, 6]
     assert oracle.budgets([1, 3], 8, 5) == [3, 5]
-    kept = bound("cake:budget=6,window=2", layers=2).shares(jnp.array([[1.0] * 3, [3.0] * 3]), jnp.array([100, 7, 4]))
+    kept = bound("cake:budget=6,window=2", layers=2).divide_budget(
+        jnp.array([[1.0] * 3, [3.0] * 3]), jnp.array([100, 7, 4])
+    )
     assert np.asarray(kept).T.tolist() == [[2 + 2, 6 + 2], [3 + 2, 5 + 2], [4, 4]]
 
 
@@ -71,7 +75,9 @@ def test_budgets_are_the_oracles_row_by_row(layers):
     measures = rng.gamma(0.3, size=(layers, 40)).astype(np.float32)
     measures[:, :2] = 0
     lengths = rng.integers(1, 60, 40)
-    kept = np.asarray(bound("cake:budget=20,window=4", layers=layers).shares(measures, jnp.asarray(lengths, jnp.int32)))
+    kept = np.asarray(
+        bound("cake:budget=20,window=4", layers=layers).divide_budget(measures, jnp.asarray(lengths, jnp.int32))
+    )
     for b, n in enumerate(lengths.tolist()):
         assert kept[:, b].sum() == layers * min(n, 20)
         assert kept[:, b].max() <= n and kept[:, b].min() >= min(n, 4 + 1)
@@ -101,7 +107,7 @@ def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding)
 
 def test_more_queries_than_the_window_change_nothing():
     block, seen = batch(1)
-    longer = Obs(
+    longer = Observation(
         jnp.pad(seen.q, [(0, 0)] * 3 + [(3, 0), (0, 0)], constant_values=9.0), jnp.pad(seen.pos, [(0, 0), (3, 0)])
     )
     method = bound(f"cake:budget=16,window={W}")
@@ -114,9 +120,9 @@ def test_layers_keep_what_the_oracle_keeps():
     text, per_layer = f"cake:budget=12,window={W}", []
     blocks = [batch(seed) for seed in range(L)]
     measures = jnp.stack([bound(text, i).measure(*blocks[i]) for i in range(L)])
-    kept = bound(text).shares(measures, jnp.array(LENGTHS))
+    kept = bound(text).divide_budget(measures, jnp.array(LENGTHS))
     for i, (block, seen) in enumerate(blocks):
-        state = jax.jit(bound(text, i).prefill, static_argnums=2)(block, seen._replace(keep=kept[i]), S)
+        state = jax.jit(bound(text, i).prefill, static_argnums=2)(block, seen._replace(num_kept=kept[i]), S)
         per_layer.append(np.asarray(state.pos))
     for b, n in enumerate(LENGTHS):
         if n <= 12:
@@ -169,7 +175,7 @@ def test_wrong_values_say_so():
     for fields, says in (({"budget": 32}, "budget=32; use 33 or more"), ({"tau1": 0}, "tau1 and tau2 must be above 0")):
         with pytest.raises(KvjaxError, match=says):
             kvjax.methods.cake(**fields)
-    method = kvjax.Method(select=kvjax.methods.cake().select, shares=Preference())
+    method = kvjax.Method(select=kvjax.methods.cake().select, layer_budgets=Preference())
     ratio = dataclasses.replace(method.select, budget=Ratio(0.5))
     with pytest.raises(KvjaxError, match="grows with the text"):
-        dataclasses.replace(method, select=ratio).bind(layer.spec()).shares(jnp.ones((1, 1)), jnp.array([90]))
+        dataclasses.replace(method, select=ratio).bind(layer.spec()).divide_budget(jnp.ones((1, 1)), jnp.array([90]))

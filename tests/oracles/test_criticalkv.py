@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.rescore import Then
+from kvjax.cache.select.rescoring import TwoStage
 from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.methods.criticalkv import ByOutput, added
 from tests.contract import layer
@@ -24,7 +24,7 @@ def test_the_example_by_hand():
     assert oracle.kept(score, c, 2) == [0, 3] and oracle.kept(score, [1] * 4, 2) == [0, 1]
     own, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
     count, beside = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
-    by = Then(0.5, new).scores(own, jnp.ones((1, 1, 4), bool), count, beside)
+    by = TwoStage(0.5, new).scores(own, jnp.ones((1, 1, 4), bool), count, beside)
     assert sorted(np.argsort(-by[0, 0])[:2].tolist()) == [0, 3]
 
 
@@ -83,11 +83,11 @@ def test_values_of_zero_and_equal_scores_give_no_nan():
 
 def test_where_it_cannot_stand_it_says_why():
     for method, says in (
-        ("criticalkv", "slot `rescore`.* works on an eviction method's selection .* compose it with one"),
-        (SNAPKV + " + criticalkv + recompress", "slot `rescore`.*slot `decode`.*leave one of them out"),
+        ("criticalkv", "slot `second_stage`.* works on an eviction method's selection .* compose it with one"),
+        (SNAPKV + " + criticalkv + recompress", "slot `second_stage`.*slot `decode`.*leave one of them out"),
     ):
         with pytest.raises(IncompatibleMethod, match=says):
             layer.bound(method)
     with pytest.raises(KvjaxError, match="share must lie in"):
         kvjax.methods.criticalkv(share=1.5)
-    assert ByOutput().output
+    assert ByOutput().needs_output

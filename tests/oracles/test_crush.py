@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.represent import Units
+from kvjax.cache.select.representatives import Units
 from kvjax.cache.select.scorers import Accumulated, Window
 from kvjax.cache.select.units import Chunk, Page, Token
 from kvjax.core.random import draw

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.cur import Cur
 from tests.contract import layer
 from tests.oracles import cur as oracle
 
 
 def scored(k, v, **more) -> np.ndarray:
-    block = Block(jnp.asarray(k)[None, None], jnp.asarray(v)[None, None], jnp.arange(len(k))[None, None])
-    return np.asarray(Cur(**more).scores(block, None, layer.spec()).kv)[0, 0]
+    block = KVBlock(jnp.asarray(k)[None, None], jnp.asarray(v)[None, None], jnp.arange(len(k))[None, None])
+    return np.asarray(Cur(**more).scores(block, None, layer.spec()).per_kv_head)[0, 0]
 
 
 def test_shares_of_a_window_by_hand():
@@ -28,7 +28,7 @@ def test_shares_of_a_window_by_hand():
 @pytest.mark.parametrize("leverage", ["product", "mean", "key", "value"])
 def test_scores_are_those_of_real_tokens_alone(padding, leverage):
     block = layer.prompt(layer.data(2), padding)[1]
-    got = np.asarray(Cur(4, leverage).scores(block, None, layer.spec()).kv)
+    got = np.asarray(Cur(4, leverage).scores(block, None, layer.spec()).per_kv_head)
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))

@@ -8,8 +8,8 @@ import pytest
 
 from kvjax.cache import given
 from kvjax.core import memory
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.double_sparsity import LabelChannels, double_sparsity
 from tests.contract import layer
 from tests.oracles import double_sparsity as oracle
@@ -35,7 +35,7 @@ def test_it_equals_the_paper_whatever_lies_in_empty_slots():
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
     d = layer.data()
-    found = layer.prefill(layer.bound(SMALL), d).aux.channels
+    found = layer.prefill(layer.bound(SMALL), d).reader_state.channels
     for b, (q, k, _, n) in enumerate(rows(d)):
         for h in range(layer.K):
             np.testing.assert_array_equal(found[b, h], oracle.channels(q[h, :, :n], k[h, :n], 8))
@@ -45,9 +45,9 @@ def test_a_table_says_which_channels_labels_have(tmp_path):
     order = np.stack([np.random.default_rng(h).permutation(layer.H) for h in range(layer.K)]).astype(np.int32)
     table = given.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
     state = layer.prefill(layer.bound(f"{SMALL},table={table}"), layer.data())
-    np.testing.assert_array_equal(state.aux.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
+    np.testing.assert_array_equal(state.reader_state.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
     np.testing.assert_array_equal(
-        memory.unpack(state.aux.k),
+        memory.unpack(state.reader_state.k),
         jnp.take_along_axis(
             memory.unpack(state.k), jnp.broadcast_to(order[None, :, None, :8], (layer.B, layer.K, 1, 8)), 3
         ),
@@ -57,11 +57,11 @@ def test_a_table_says_which_channels_labels_have(tmp_path):
 def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
     k = jnp.array([[9.0, 1], [1, 2], [1, 2]])[None, None]
     q = jnp.ones((1, 1, 1, 3, 2))
-    seen = Obs(q, jnp.arange(3, dtype=jnp.int32)[None])
+    seen = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
     for left, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
         pos = jnp.array(left, jnp.int32)[None, None]
         held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(left)], jnp.inf)
-        assert LabelChannels(2).fit(Block(held, held, pos), seen).channels.item() == channel
+        assert LabelChannels(2).fit(KVBlock(held, held, pos), seen).channels.item() == channel
 
 
 def test_by_hand_two_channels_of_four_find_the_token():
@@ -69,7 +69,7 @@ def test_by_hand_two_channels_of_four_find_the_token():
     k = jnp.array([[9.0, 1, 0, 1], [0, 2, 0, 2]])[None, None]
     q = jnp.array([[0.1, 3.0, 0.1, 3.0], [0.1, 3.0, 0.1, 3.0]])[None, None, None]
     index = LabelChannels(2)
-    labels = index.fit(Block(k, k, jnp.arange(2, dtype=jnp.int32)[None, None]), Obs(q, jnp.arange(2)[None]))
+    labels = index.fit(KVBlock(k, k, jnp.arange(2, dtype=jnp.int32)[None, None]), Observation(q, jnp.arange(2)[None]))
     assert sorted(labels.channels.ravel().tolist()) == [1, 3]
     asked = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
     np.testing.assert_allclose(index.score(index.load(labels), asked).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
@@ -80,7 +80,7 @@ def test_labels_in_eight_bits_score_nearly_alike():
     states = [layer.prefill(layer.bound(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
     q = d.q[:, :, :, :1]
     exact, coded = (
-        LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.aux), q)
+        LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.reader_state), q)
         for bits, state in zip((16, 8), states, strict=True)
     )
     np.testing.assert_allclose(coded[..., :1], exact[..., :1], atol=0.1)

@@ -14,17 +14,17 @@ from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.cache.select.head_tables import HeadWeights
 from kvjax.cache.select.heads import ALL
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
-from kvjax.methods.duo_attention import Streaming
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.plan import specs
+from kvjax.methods.duo_attention import Streaming
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv
 from tests.oracles import duo_attention as oracle
 
-SPEC = dataclasses.replace(layer.spec(), layers=3, kv_heads=4)
+SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
 def written(path, weights, spec=None) -> str:
@@ -34,7 +34,7 @@ def written(path, weights, spec=None) -> str:
     return str(given.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
 
 
-def held(bound: layer.Layer, state) -> list[list[list[int]]]:
+def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
     """[row][head]: the positions that a state holds, ascending."""
     return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in np.asarray(bound.positions(state))]
 
@@ -106,9 +106,9 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
     spec = dataclasses.replace(layer.spec(), head_dim=8, rope=rope)
 
     def count(q, k, pos):
-        turned = rope.turn_queries(q, pos), rope.turn(k, pos[:, None])
+        turned = rope.rotate_queries(q, pos), rope.rotate(k, pos[:, None])
         q, k = (jnp.where(x, y, 1e4) for x, y in zip((real[:, :, None], real), turned, strict=True))
-        return HeadWeights().count(Block(k, k, pos[:, None]).clean(), Obs(q, pos), spec)
+        return HeadWeights().count(KVBlock(k, k, pos[:, None]).clean(), Observation(q, pos), spec)
 
     counted = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))
 

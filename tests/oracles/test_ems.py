@@ -27,7 +27,7 @@ def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
     for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            score = np.asarray(choice.scores.kv[b, head, :n], np.float64)
+            score = np.asarray(choice.scores.per_kv_head[b, head, :n], np.float64)
             keys, values = oracle.merged(k, v, score, slots[:stay].tolist(), rule.band, rule.threshold)
             np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=5e-6)
             np.testing.assert_allclose(got.v[b, head, :stay], values, atol=5e-6)

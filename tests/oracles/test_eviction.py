@@ -11,10 +11,10 @@ import pytest
 
 from kvjax.cache.select.budgets import Uniform
 from kvjax.cache.select.scorers import Accumulated, Window
-from kvjax.cache.select.select import Select
+from kvjax.cache.select.selection import Selection
 from kvjax.cache.select.units import Chunk, Page, Token, gather
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.random import Random
 from tests.contract.layer import spec
@@ -27,7 +27,7 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 @functools.partial(jax.jit, static_argnames=STATIC)
 def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
     """The block that a selection leaves of another."""
-    select = Select(scorer, Uniform(slots), sinks, recent, unit, per)
+    select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
     return gather(block, select.choose(block, obs, keep, slots, spec(window), represent).slots)
 
 
@@ -39,8 +39,8 @@ def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengt
         at = np.array(lengths)[:, None] - queries + np.arange(queries)[None]
         q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
         at = np.where(at < 0, -1, at).astype(np.int32)
-    block = Block(jnp.asarray(k), jnp.asarray(v), jnp.asarray(pos)[:, None])
-    return block, Obs(jnp.asarray(q), jnp.asarray(at))
+    block = KVBlock(jnp.asarray(k), jnp.asarray(v), jnp.asarray(pos)[:, None])
+    return block, Observation(jnp.asarray(q), jnp.asarray(at))
 
 
 def alone(b: int, queries: int | None = None):
@@ -48,7 +48,7 @@ def alone(b: int, queries: int | None = None):
     block, obs = jax.tree.map(np.asarray, batch(queries=queries))
     n, row = LENGTHS[b], slice(b, b + 1)
     at = slice(None) if queries else slice(n)
-    return Block(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Obs(
+    return KVBlock(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Observation(
         obs.q[row, :, :, at], obs.pos[row, at]
     )
 
@@ -60,7 +60,7 @@ def both(scorer, b: int, n: int, window=None, seed: int = 0):
     a = oracle.attention(q[b, :, :, :n], k[b, :, :n], window)
     if isinstance(scorer, Window):
         s = scorer
-        return oracle.snapkv(a, s.queries, s.kernel, s.pool, s.reduce, s.reduce_first)
+        return oracle.snapkv(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
     if isinstance(scorer, Accumulated):
         return oracle.h2o(a, scorer.normalise, scorer.decay, window)
     kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
@@ -72,7 +72,7 @@ def expected(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=Non
     return [oracle.kept(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
 
 
-def tokens(block: Block, b: int) -> list[list[int]]:
+def tokens(block: KVBlock, b: int) -> list[list[int]]:
     """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
     pos = np.asarray(block.pos)[b]
     out = [p[p >= 0].tolist() for p in pos]
@@ -91,7 +91,7 @@ KEEP = np.array([16, 16, 13, 12], np.int32)
 
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
-    block, obs = batch(queries=scorer.queries or None)
+    block, obs = batch(queries=scorer.num_queries or None)
     out = run(block, obs, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
     want = expected(scorer, KEEP, 2, W, window=window)
     k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
@@ -118,7 +118,7 @@ def test_whole_chunks_and_pages(unit, per):
 @pytest.mark.parametrize(("scorer", "window"), [CASES[0], CASES[2], (Random(3), None)], ids=str)
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds(scorer, window):
     arguments = dict(slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
-    queries = scorer.queries or None
+    queries = scorer.num_queries or None
     together = run(*batch(queries=queries), KEEP, **arguments)
     for padding in (1e4, np.inf):
         other = run(*batch(padding=padding, queries=queries), KEEP, **arguments)

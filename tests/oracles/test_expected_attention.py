@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import LayerSpec
-from kvjax.core.observe import Obs
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.expected_attention import ExpectedAttention, expected_logits
 from tests.contract import layer
 from tests.oracles import expected_attention as oracle
@@ -27,7 +27,7 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compiled(scorer: ExpectedAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
 def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
     d = layer.data(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(scorer, layer.spec())(block, Obs(q, block.pos[:, 0])))
+        got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
         for row, n in enumerate(d.lengths):
             for head in range(layer.K):
                 if n > scorer.sinks:
@@ -59,8 +59,8 @@ def test_one_position_ahead_by_hand():
         np.array(x, np.float32)[None, None]
         for x in ([[[1, 0], [eighth, eighth]]], [[0, np.sqrt(2) * np.log(3)], [0, 0]], [[1, 0], [0, 2]])
     )
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=rope)
-    got = compiled(ExpectedAttention(sinks=0, future=1), spec)(Block(k, v, pos[:, None]), Obs(q, pos))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
+    got = compiled(ExpectedAttention(sinks=0, future=1), spec)(KVBlock(k, v, pos[:, None]), Observation(q, pos))
     np.testing.assert_allclose(got[0, 0], [0.75, 0.5], atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
 
 def test_what_left_the_sliding_window_scores_zero():
     q, block = layer.prompt(layer.data())
-    got = compiled(SETTINGS[0], layer.spec(window=5))(block, Obs(q, block.pos[:, 0]))
+    got = compiled(SETTINGS[0], layer.spec(window=5))(block, Observation(q, block.pos[:, 0]))
     assert (np.asarray(got[0]) > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 
 

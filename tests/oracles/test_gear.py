@@ -90,10 +90,10 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
     def run(x, idx):
         def step(stored, t):
             new = jnp.take_along_axis(x, (n + t)[:, :, None, None], 2)
-            return codec.write(stored, new, n + t), None
+            return codec.append(stored, new, n + t), None
 
         stored = jax.lax.scan(step, codec.encode(x, pos), jnp.arange(4, dtype=jnp.int32))[0]
-        return codec.decode(stored), codec.rows(stored, idx)
+        return codec.decode(stored), codec.gather(stored, idx)
 
     idx = jnp.asarray([[[9, 0, 4], [7, 7, 2]], [[7, 1, 0], [3, 5, 6]]], jnp.int32)
     decoded, rows = run(x, idx)

@@ -13,9 +13,9 @@ from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.cache.select.budgets import Ratio, Uniform
 from kvjax.core.types import IncompatibleMethod, KvjaxError
-from kvjax.methods.head_shares import CalibratedShares, Division
-from kvjax.run import calibrate
 from kvjax.engine.plan import bind, specs
+from kvjax.generation import calibrate
+from kvjax.methods.head_shares import CalibratedShares, Division
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import head_shares as oracle
@@ -83,11 +83,11 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(("sinks", "recent", "size"), [(0, 0, 1), (4, 8, 1), (1, 2, 4), (0, 3, 5)])
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
-    shares, spec = made_up(3, spread), dataclasses.replace(layer.spec(), layers=LAYERS)
+    shares, spec = made_up(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
     table = Given(written(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
-        base = budget.kept(n, 0, 1)
+        base = budget.kept(n)
         want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], want, f"{n} tokens")
         always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)
@@ -116,8 +116,8 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
 
 def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, table):
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
-    assert not any(part.needs.all_layers for part in plan)
-    kept = [part.kept(60) for part in plan]
+    assert not any(part.needs.global_budget for part in plan)
+    kept = [part.num_kept(60) for part in plan]
     assert len(set(kept)) > 1 and sum(kept) - 12 * LAYERS < LAYERS  # each is rounded up by less than a token
 
 
@@ -141,7 +141,7 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     context = kvjax.read(model, [prompt], text, room=16)
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
-    known = [part.method.apart.share.tokens_by_length(length)[length] for part in context.cache.plan]
+    known = [part.method.side_store.share.tokens_by_length(length)[length] for part in context.cache.plan]
     np.testing.assert_array_equal(lengths_of(context)[0], known)
 
 
@@ -149,7 +149,7 @@ def test_bytes_held_are_those_of_whole_pages(model, table):
     context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table}", room=16)
     pages = (-(-lengths_of(context) // 4)).sum()
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    owners = sum(4 * state.apart.owner.size for state in context.cache.layers)
+    owners = sum(4 * state.side_store.owner.size for state in context.cache.layers)
     beside = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
     assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
 
@@ -183,7 +183,7 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
         result = kvjax.generate(model, batch, text, max_new_tokens=4)
         context = kvjax.read(model, batch, text, capacity=80)
         seconds.append(result.compile_seconds)
-        shapes.append([part.apart.pos.shape for part in context.cache.layers])
+        shapes.append([part.side_store.pos.shape for part in context.cache.layers])
     assert shapes[0] == shapes[1] and seconds[1] < 0.1 * seconds[0]
 
 
@@ -199,8 +199,8 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
     [
         ("head_shares", "has none to stand on; compose it with one"),
         ("pyramidkv:budget=40,window=2 + head_shares", r"Pyramid \(slot `select`\) has divided it already; give all"),
-        ("cake:budget=20,window=4 + head_shares", "slot `shares`.*equally many"),
-        ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the slot `apart`"),
+        ("cake:budget=20,window=4 + head_shares", "slot `layer_budgets`.*equally many"),
+        ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the slot `side_store`"),
         ("snapkv:budget=8,window=2,per=layer + head_shares", "with per='layer' all heads keep the same tokens"),
         (
             "snapkv:budget=8,window=2 + kivi + head_shares",

@@ -11,14 +11,14 @@ import kvjax
 from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.core.types import KvjaxError
-from kvjax.methods.headkv import Important
 from kvjax.engine.plan import specs
+from kvjax.methods.headkv import Important
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv, eviction
 from tests.oracles import headkv as oracle
 
-SPEC = dataclasses.replace(layer.spec(), layers=3, kv_heads=4)
+SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
 def written(path, weights, spec=None) -> str:

@@ -14,12 +14,12 @@ from jax import lax
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.compose import compose
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.infllm import Blocks, infllm
 from kvjax.methods.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model
@@ -35,7 +35,9 @@ SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "c
 
 def bound(method: Method, window: int | None = None) -> MethodLayer:
     """The method in the only layer of a model."""
-    return method.bind(LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=window, rope=Rope(H)))
+    return method.bind(
+        LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=window, rope=Rope(H))
+    )
 
 
 def planned(window: int | None = None, **changes) -> MethodLayer:
@@ -48,7 +50,7 @@ METHOD = planned()
 def empty(method: MethodLayer, batch: int, slots: int, dtype):
     """A state with room for so many tokens per row, before the first."""
     rows = jnp.zeros((batch, K, 0, H), dtype)
-    return method.prefill(Block(rows, rows, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
+    return method.prefill(KVBlock(rows, rows, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
 
 
 def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
@@ -74,7 +76,7 @@ def cut(rows, first, count, padding: float = 0.0):
 def step(method, state, fresh, commit):
     """`extend` of fresh tokens (q, k, v, positions) -> (out, state)."""
     q, k, v, pos = fresh
-    return method.extend(state, q, Block(k, v, pos[:, None]), commit, None)[:2]
+    return method.extend(state, q, KVBlock(k, v, pos[:, None]), commit, None)[:2]
 
 
 extend = functools.partial(jax.jit, static_argnums=(0, 3))(step)
@@ -108,7 +110,7 @@ def test_infllm_equals_the_paper(changes):
     for b, n in enumerate(LENGTHS):
         want, blocks = oracle.infllm(*rows[b], chunks(n, chunk), **args)
         np.testing.assert_allclose(out[b], want, atol=2e-5)
-        assert int(state.aux.formed[b]) == blocks
+        assert int(state.reader_state.formed[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
@@ -171,7 +173,7 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     fresh = jax.tree.map(lambda *x: np.stack(x), *[cut(rows, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
     loop = lambda s, f: lax.scan(lambda s, x: step(METHOD, s, x, 1)[::-1], s, f)  # noqa: E731
     compiled = jax.jit(loop, donate_argnums=0).lower(state, fresh).compile()
-    for x in (state.k.data, state.v.data, state.aux.k.data):
+    for x in (state.k.data, state.v.data, state.reader_state.k.data):
         assert full_copies(compiled.as_text(), x.shape) == []
     kinds = lambda s: jax.tree.map(lambda x: (jax.typeof(x), x.sharding.memory_kind), s)  # noqa: E731
     before = kinds(state)
@@ -191,7 +193,7 @@ def test_c6_bytes_are_the_recipes(dtype):
     recent = 2 * K * P * H * size + 4 * K * G * P + K * G * blocks * H * size
     device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens; how many, and how many blocks
     assert array_bytes(state) == {"device": device, "pinned_host": 2 * B * K * SLOTS * H * size}
-    assert empty(METHOD, B, 12, dtype).aux.keys is None
+    assert empty(METHOD, B, 12, dtype).reader_state.keys is None
 
 
 def left_by_a_selection(rows, kept: int):
@@ -206,18 +208,20 @@ def left_by_a_selection(rows, kept: int):
         s = chosen[b, head, i]
         k[b, head, i] = rope(rows[b][1][head, s : s + 1], [s])[0]
         v[b, head, i] = rows[b][2][head, s]
-    return Block(*map(jnp.asarray, (k, v, chosen)))
+    return KVBlock(*map(jnp.asarray, (k, v, chosen)))
 
 
 def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
     rows, kept = make(), 16
     block = left_by_a_selection(rows, kept)
     state = METHOD.prefill(block, None, kept + STEPS)
-    np.testing.assert_array_equal(state.aux.formed, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
+    np.testing.assert_array_equal(state.reader_state.formed, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
         for group in range(G):
-            np.testing.assert_allclose(state.aux.keys[b, head, group, 0], rows[b][1][head, pos].mean(0), atol=1e-5)
+            np.testing.assert_allclose(
+                state.reader_state.keys[b, head, group, 0], rows[b][1][head, pos].mean(0), atol=1e-5
+            )
     out, _ = extend(METHOD, state, cut(rows, LENGTHS, [1, 1, 1]), 1)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
@@ -238,7 +242,7 @@ def test_behind_a_selection_with_a_window_for_all_it_reads_what_is_left(selectio
     rows = make()
     limit = infllm(**{**SMALL, "local": 60})
     method, plain = (bound(compose(parse(selection), x)) for x in (limit, Method()))
-    assert method.needs.chunk == 0  # the prompt's attention is exact
+    assert method.needs.prompt_chunk == 0  # the prompt's attention is exact
     block = left_by_a_selection(rows, 9)
     bias = jnp.where(block.pos >= 0, (block.pos % 3).astype(jnp.float32), 0.0)
     outs = []

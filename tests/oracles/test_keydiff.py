@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 from kvjax.methods.keydiff import KeyDiff
 from tests.contract import layer
 from tests.oracles import keydiff as oracle
 
 
 def scored(k: jax.Array, pos: jax.Array) -> np.ndarray:
-    return np.asarray(KeyDiff().scores(Block(k, k, pos), None, layer.spec()).kv)
+    return np.asarray(KeyDiff().scores(KVBlock(k, k, pos), None, layer.spec()).per_kv_head)
 
 
 def test_of_two_equal_keys_and_another_the_other_stays_first():

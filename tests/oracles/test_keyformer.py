@@ -22,7 +22,8 @@ STRING = "keyformer:" + ",".join(f"{name}={value}" for name, value in SETTINGS.i
 def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -> np.ndarray:
     """[rows K G count count] of consecutive positions."""
     pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
-    draw = functools.partial(Keyformer(**SETTINGS, seed=seed).noise, spec or layer.spec(), layer.K)
+    spec = spec or layer.spec()
+    draw = functools.partial(Keyformer(**SETTINGS, seed=seed).at(spec).noise, spec.without_index, layer.K)
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 
@@ -74,7 +75,7 @@ def test_noise_depends_on_seed_layer_head_and_positions_alone():
     drawn = noise(6)
     np.testing.assert_array_equal(noise(6, rows=3), drawn.repeat(3, 0))
     np.testing.assert_array_equal(noise(4, first=2), drawn[:, :, :, 2:, 2:])
-    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, layers=2))]
+    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice
 
 

@@ -14,7 +14,7 @@ import kvjax
 from kvjax import methods
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.hold.groups import Kivi
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from tests.contract import layer
 from tests.oracles import kivi
 
@@ -169,10 +169,10 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
 
     def run(codec, fresh):
-        write = lambda s, xs: (codec.write(s, xs[0][:, :, None], xs[1]), None)  # noqa: E731
+        write = lambda s, xs: (codec.append(s, xs[0][:, :, None], xs[1]), None)  # noqa: E731
         at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)[..., None]
         stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(fresh, 2, 0), at))[0]
-        return codec.decode(stored), codec.rows(stored, jnp.broadcast_to(some, (B, K, len(some))))
+        return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(some, (B, K, len(some))))
 
     both = [Kivi(bits, 4, axis, R) for axis in ("channel", "token")]
     got = jax.jit(lambda fresh: [run(codec, fresh) for codec in both])(d.tokens(0, STEPS)[1].k)
@@ -192,7 +192,7 @@ def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     layer_ = layer.bound(method, head_dim=H)
-    return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(Block(k, k, p), None, S), x, pos))
+    return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(KVBlock(k, k, p), None, S), x, pos))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])

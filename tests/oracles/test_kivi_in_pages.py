@@ -95,7 +95,7 @@ def test_from_the_host_the_same_comes_back():
     method = f"{text(4, 4)} + offload"
     there = layer.prefill(layer.bound(method), d)
     np.testing.assert_allclose(layer.run(method, d, state=there), layer.run(text(4, 4), d), atol=1e-6)
-    assert array_bytes(there.apart.k)["device"] == array_bytes(there.apart.v)["device"] == 0
+    assert array_bytes(there.side_store.k)["device"] == array_bytes(there.side_store.v)["device"] == 0
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
@@ -119,12 +119,12 @@ def test_what_pages_hold_is_counted_by_their_codes():
     method = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4"
     context = kvjax.read(model, [list(range(50))], method, room=16)
     a_page = 2 * (16 + 2 * 8 * 4) + 4 * 4
-    store = lambda layer: dataclasses.replace(layer.apart, owner=layer.apart.owner[..., :0])  # noqa: E731
+    store = lambda layer: dataclasses.replace(layer.side_store, owner=layer.side_store.owner[..., :0])  # noqa: E731
     for state, bound in zip(context.cache.layers, context.cache.plan, strict=True):
-        pages = state.apart.owner.size
+        pages = state.side_store.owner.size
         assert array_bytes(store(state))["device"] == pages * a_page
-        used = int((np.asarray(state.apart.owner) >= 0).sum())
-        assert bound.method.apart.empty_bytes(state.apart)["device"] == (pages - used) * a_page
+        used = int((np.asarray(state.side_store.owner) >= 0).sum())
+        assert bound.method.side_store.empty_bytes(state.side_store)["device"] == (pages - used) * a_page
 
 
 @pytest.mark.parametrize(

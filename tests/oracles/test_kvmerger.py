@@ -47,7 +47,7 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     block, choice = ragged(3)
     got = merged(Gaussian(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
-    found = oracle.sets(k, np.asarray(choice.scores.kv[0, 0]), 4, 0, 1)
+    found = oracle.sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
     first = [min(set(slots) & set(one)) for one in found if set(slots) & set(one)]
     assert len(first) < len(found) or len(first) < len(slots)

@@ -61,12 +61,12 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
-        return codec.write(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
+        return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
     def run(dirty):
         last = jax.lax.scan(step, codec.encode(dirty, pos), jnp.arange(9, dtype=jnp.int32))[0]
         some = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
-        return codec.decode(last), codec.rows(last, some)
+        return codec.decode(last), codec.gather(last, some)
 
     every, some = map(np.asarray, jax.jit(run)(dirty))
     np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])

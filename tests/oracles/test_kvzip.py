@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import Layer, LayerSpec, Needs, Probe, Traits
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.engine.prefill import _copy_chunk
+from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.prompts import pad
 from kvjax.methods.kvzip import Repeated
-from kvjax.run import probe
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kvzip as oracle
@@ -26,10 +28,10 @@ CHUNK, LEAD, SINKS = 4, 2, 1
 
 def test_a_query_that_favours_one_key_twice_gives_it_half():
     k = jnp.array([[np.log(2.0) * np.sqrt(2.0), 0.0], [0.0, 0.0]], jnp.float32)[None, None]
-    block = Block(k, k, jnp.arange(2)[None, None])
+    block = KVBlock(k, k, jnp.arange(2)[None, None])
     q, fresh = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
-    seen, own = Obs(q, jnp.array([[2]])), Block(fresh, fresh, jnp.array([[[2]]]))
-    got = Repeated(sinks=0).look(block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2))
+    seen, own = Observation(q, jnp.array([[2]])), KVBlock(fresh, fresh, jnp.array([[[2]]]))
+    got = Repeated(sinks=0).update_scores(block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2))
     np.testing.assert_allclose(got[0, 0], [0.5, 0.25], atol=1e-6)
 
 
@@ -38,16 +40,16 @@ class Everything:
     """A method whose state is the prompt, with all of its queries, and what else a layer may see."""
 
     traits: ClassVar[Traits] = Traits()
-    needs: ClassVar[Needs] = Needs(queries=None, output=True, hidden=True)
+    needs: ClassVar[Needs] = Needs(observed_queries=None, output_projection=True, hidden_states=True)
 
-    def bind(self, spec: LayerSpec) -> Layer:
+    def bind(self, spec: LayerSpec) -> BoundLayer:
         return self
 
-    def slots(self, prompt: int, room: int) -> int:
-        return prompt
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
+        return prompt_tokens
 
-    def prefill(self, block: Block, seen: Obs | None, slots: int) -> Any:
-        return block, seen
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
+        return block, observation
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,10 @@ def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
         text = [*row, *row[max(0, start - LEAD) : end]]
         for found, (block, seen) in zip(scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True):
             k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, seen.q))
-            hidden, output = np.asarray(seen.hidden[0, 0], np.float64), np.asarray(seen.output[0], np.float64)
+            hidden, output = (
+                np.asarray(seen.hidden_states[0, 0], np.float64),
+                np.asarray(seen.output_projection[0], np.float64),
+            )
             for head in range(model.config.kv_heads):
                 more = []
                 if plus:
@@ -97,11 +102,23 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
         def encode(self, text: str, special_tokens: bool) -> list[int]:
             return {"go": [90], "on": [91, 92]}[text]
 
+    @dataclasses.dataclass(frozen=True)
+    class Repeats:
+        needs: Needs = Needs(replay=Replay(chunk_tokens=4, lead_tokens=2, first="go", later="on"))
+
     model = dataclasses.replace(toy_model(layers=1), tokenizer=Words())
-    how = Probe(4, 2, "go", "on")
-    assert probe.repetitions(model, PROMPTS, 0, how) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
-    assert probe.repetitions(model, PROMPTS, 4, how) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
-    assert probe.repetitions(dataclasses.replace(model, tokenizer=None), PROMPTS, 4, how)[2] == [1, 60, 61, 62, 63]
+    texts = replay_prompts(model, (Repeats(),))
+    assert texts == ([90], [91, 92])
+    assert replay_prompts(dataclasses.replace(model, tokenizer=None), (Repeats(),)) == ([], [])
+    tokens, lengths = pad(PROMPTS)
+
+    def copies(start: int, first: int) -> list[list[int]]:
+        copied, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
+        copy, count = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=9)
+        return [row[:n] for row, n in zip(copy.tolist(), count.tolist(), strict=True)]
+
+    assert copies(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert copies(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
 
 
 @pytest.mark.parametrize("level", ["layer", "model"])

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.lagkv import LagKV, _spread
 from tests.contract import layer
 from tests.oracles import lagkv as oracle
 
 
-def scored(scorer: LagKV, block: Block) -> np.ndarray:
+def scored(scorer: LagKV, block: KVBlock) -> np.ndarray:
     """f32[B K S]."""
-    return np.asarray(jax.jit(lambda x: scorer.scores(x, None, layer.spec()).kv)(block))
+    return np.asarray(jax.jit(lambda x: scorer.scores(x, None, layer.spec()).per_kv_head)(block))
 
 
 def test_a_partition_measured_by_the_next_by_hand():
@@ -52,14 +52,14 @@ def test_each_head_keeps_its_highest_and_its_latest(budget):
 
 def test_where_nothing_varies_the_later_stay():
     same = jnp.full((1, 1, 9, 4), 3.0)
-    got = scored(LagKV(2, 1), Block(same, same, jnp.arange(9)[None, None]))
+    got = scored(LagKV(2, 1), KVBlock(same, same, jnp.arange(9)[None, None]))
     np.testing.assert_allclose(got[0, 0, :7], [2, 0, 0.5, 0, 0.5, 0, 0.5])
 
 
 def test_one_channel_and_a_row_shorter_than_its_sinks_have_finite_scores():
     x = jnp.arange(3.0)[None, None, :, None]
     for sinks, lag in ((0, 1), (5, 2)):
-        got = scored(LagKV(lag, sinks), Block(x, x, jnp.arange(3)[None, None]))
+        got = scored(LagKV(lag, sinks), KVBlock(x, x, jnp.arange(3)[None, None]))
         assert np.isfinite(got).all()
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvjax.cache import given
 from kvjax.cache.select.convolution import Convolution
 from kvjax.cache.select.convolution_table import Convolutions, halved, missed
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KvjaxError
 from tests.contract import layer
 from tests.oracles import eviction
@@ -64,7 +64,7 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
     kind = Convolutions(slots=1, kernel=3, length=9, steps=40)
     d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 7], np.int32))
     q, block = layer.prompt(d, padding=np.inf)
-    count = jax.jit(lambda block, q: kind.count(block.clean(), Obs(q, block.pos[:, 0]), SPEC))
+    count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
     counted = count(block, q)
     rows = [jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), counted) for row in range(layer.B)]
     joined = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *rows)
@@ -93,6 +93,6 @@ def test_what_cannot_be_says_so(tmp_path):
         Convolutions(kernel=4)
     kind = Convolutions(slots=8, length=9)
     q, block = layer.prompt(d)
-    counted = kind.count(block, Obs(q, block.pos[:, 0]), SPEC)
+    counted = kind.count(block, Observation(q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="no text loses a token; give texts of 33 tokens or more, as `length`"):
         kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), SPEC)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvjax.cache import given
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.retaining import RetainingHeads, as_released, by_head
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.locret import Retaining
 from tests.contract import layer
 from tests.oracles import eviction
@@ -39,7 +39,7 @@ def written(path, fc1, fc2, spec=SPEC) -> str:
 def compiled(table: str, spec: LayerSpec = SPEC):
     """The scorer with a table as a program."""
     scorer = Retaining(Given(table, "locret"))
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
 def row(d: layer.Data, b: int) -> tuple[np.ndarray, ...]:
@@ -53,10 +53,12 @@ def test_the_example_by_hand(tmp_path):
     fc1, fc2 = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], np.float32), np.array([[2, -1]], np.float32)
     want = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
     np.testing.assert_allclose(oracle.network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [want])
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=Rope(2))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=Rope(2))
     q, k, v = (np.array(x, np.float32).reshape(1, 1, 1, 2) for x in ((1, 0), (0, 2), (3, 0)))
     pos = np.zeros((1, 1), np.int32)
-    got = compiled(written(tmp_path, fc1, fc2, spec), spec)(Block(k, v, pos[:, None]), Obs(q[:, :, None], pos))
+    got = compiled(written(tmp_path, fc1, fc2, spec), spec)(
+        KVBlock(k, v, pos[:, None]), Observation(q[:, :, None], pos)
+    )
     np.testing.assert_allclose(got, [[[want]]], rtol=1e-6)
 
 
@@ -65,7 +67,7 @@ def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_token
     table = written(tmp_path, fc1, fc2)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(table)(block, Obs(q, block.pos[:, 0])))
+        got = np.asarray(compiled(table)(block, Observation(q, block.pos[:, 0])))
         for b, n in enumerate(d.lengths):
             np.testing.assert_allclose(got[b, :, :n], oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), atol=2e-5)
             assert (got[b, :, n:] == -np.inf).all()
@@ -86,7 +88,7 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     q, block = layer.prompt(d)
     # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
     count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
-    counted = count(block, Obs(q, block.pos[:, 0]))
+    counted = count(block, Observation(q, block.pos[:, 0]))
     made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
     x, y = [], []
     for b in range(layer.B):
@@ -108,7 +110,7 @@ def test_what_cannot_be_says_so(tmp_path):
         Retaining(Given(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
     wrong = Retaining(Given(written(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
-        wrong.scores(block, Obs(layer.data().q, block.pos[:, 0]), SPEC)
+        wrong.scores(block, Observation(layer.data().q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):
         RetainingHeads(ridge=0)
     with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):

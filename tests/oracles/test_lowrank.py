@@ -50,7 +50,7 @@ def run(method: str) -> np.ndarray:
 
 def test_by_hand(tmp_path):
     """Of (3, 0), less the mean (1, 0), the direction (1, 1) / sqrt 2 holds sqrt 2, which is (2, 1)."""
-    spec = dataclasses.replace(layer.spec(head_dim=2), kv_heads=1, groups=1)
+    spec = dataclasses.replace(layer.spec(head_dim=2), num_kv_heads=1, num_groups=1)
     arrays = {"values": np.full((1, 2, 1), 0.5**0.5, np.float32), "values_mean": np.array([[1, 0]], np.float32)}
     path = given.write(tmp_path / "table", "bases", spec, [arrays])
     codec = FromTable(table=Bases.given(str(path)), share=0.5).at(spec)
@@ -102,7 +102,7 @@ def test_merged_heads_are_the_oracle_on_ragged_rows(table):
 @pytest.mark.parametrize("heads", [1, 2, 0])
 def test_groups_of_heads_have_their_coordinates_in_common(heads):
     """Four heads, by themselves, in pairs and all together: the best rank that the prompt allows, by NumPy's SVD."""
-    spec = dataclasses.replace(layer.spec(head_dim=4), kv_heads=4)
+    spec = dataclasses.replace(layer.spec(head_dim=4), num_kv_heads=4)
     size = heads or 4
     x = np.random.default_rng(0).normal(size=(2, 4, 9, 4)).astype(np.float32)
     codec, pos = Fitted(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
@@ -118,7 +118,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
 
     def read(x, q, p, idx):
         held = codec.encode(x, pos)
-        return held.rows.data, codec.decode(held), codec.rows(held, idx), codec.scores(q, held), codec.mix(p, held)
+        return held.rows.data, codec.decode(held), codec.gather(held, idx), codec.scores(q, held), codec.mix(p, held)
 
     coordinates, every, some, scores, mix = jax.jit(read)(x, q, p, idx)
     assert coordinates.shape == (2, 4, 9, 2)
@@ -135,8 +135,8 @@ def test_the_newest_tokens_are_exact_wherever_they_are_read():
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 
     def step(held, q, p, idx, fresh, at):
-        read = codec.decode(held), codec.inner.decode(held.every), codec.rows(held, idx)
-        return *read, codec.scores(q, held), codec.mix(p, held), codec.write(held, fresh, at)
+        read = codec.decode(held), codec.inner.decode(held.every), codec.gather(held, idx)
+        return *read, codec.scores(q, held), codec.mix(p, held), codec.append(held, fresh, at)
 
     step = jax.jit(step)
     stored = jax.jit(codec.encode)(np.where(np.arange(8)[:, None] < 5, x, np.float32(np.inf)), pos)
@@ -186,7 +186,7 @@ def test_a_table_of_few_directions_says_so(tmp_path):
 
 @pytest.mark.parametrize("method", ["matryoshka", "cskv"])
 def test_rows_of_one_head_cannot_lie_where_another_is(method):
-    with pytest.raises(IncompatibleMethod, match="slot `apart`.*slot `k`.*leave one"):
+    with pytest.raises(IncompatibleMethod, match="slot `side_store`.*slot `k`.*leave one"):
         layer.bound(f"snapkv:budget=6,window=2 + adakv:page=2 + {method}")
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.select.merge import nearest
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.merging import nearest
 from kvjax.cache.select.scorers import Scores
-from kvjax.cache.select.select import Choice
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.cache.select.units import gather
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block
+from kvjax.core.types import KVBlock
 from kvjax.methods.cam import Spread
 from kvjax.methods.d2o import D2O
 from kvjax.methods.merging import IntoValues
@@ -30,10 +30,10 @@ B, K, G, T, H = 3, 2, 2, 12, 8
 LENGTHS = (12, 1, 9)
 KEPT = (5, 1, 4)
 RULES = [D2O(), D2O("paper", count=True), IntoValues(), IntoValues(0.1, 0.4), Spread(2, seed=3)]
-SPEC = LayerSpec(index=0, layers=1, kv_heads=K, groups=G, head_dim=H, window=None, rope=Rope(H))
+SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
 
 
-def ragged(seed=0, padding=0.0) -> tuple[Block, Choice]:
+def ragged(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
     """Rows of 12, 1 and 9 tokens, of which each head keeps 5, 1 and 4 by chance, and scores that are positive."""
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, B, K, T, H))
@@ -45,12 +45,12 @@ def ragged(seed=0, padding=0.0) -> tuple[Block, Choice]:
         k[b, :, n:], v[b, :, n:], received[b, :, n:] = padding, padding, -np.inf
         for h in range(K):
             slots[b, h, : KEPT[b]] = np.sort(rng.permutation(n)[: KEPT[b]])
-    block = Block(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), jnp.asarray(pos, jnp.int32))
+    block = KVBlock(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), jnp.asarray(pos, jnp.int32))
     kv = jnp.asarray(received, jnp.float32)
-    return block, Choice(jnp.asarray(slots, jnp.int32), Scores(kv[:, :, None], kv))
+    return block, SelectedSlots(jnp.asarray(slots, jnp.int32), Scores(kv[:, :, None], kv))
 
 
-def plain(rule, block: Block, choice: Choice) -> Block:
+def plain(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
     """What the rule makes of a choice."""
     return rule(block, gather(block, choice.slots), choice, SPEC)
 
@@ -61,7 +61,7 @@ def compiled(rule):
     return jax.jit(functools.partial(plain, rule))
 
 
-def merged(rule, block: Block, choice: Choice) -> Block:
+def merged(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
     """The same, compiled once for all tests."""
     return compiled(rule)(block, choice)
 
@@ -86,7 +86,7 @@ def test_it_is_its_oracle(rule):
     block, choice = ragged(padding=1e4)
     got = merged(rule, block, choice)
     for b, (n, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
-        k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.kv))
+        k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.per_kv_head))
         slots = [list(map(int, head[:kept])) for head in np.asarray(choice.slots[b])]
         keys, values, number = by_oracle(rule, k, v, slots, received)
         np.testing.assert_allclose(got.k[b, :, :kept], keys, atol=2e-6)
@@ -141,12 +141,12 @@ def test_many_tokens_are_compared_a_block_at_a_time():
     np.testing.assert_allclose(by_five.cosine, at_once.cosine, atol=1e-6)
 
 
-def by_hand(k, v, slots) -> tuple[Block, Choice]:
+def by_hand(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
     """One row with one head."""
     k, v = (jnp.asarray(x, jnp.float32)[None, None] for x in (k, v))
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     same = jnp.ones(pos.shape)
-    return Block(k, v, pos), Choice(jnp.asarray(slots, jnp.int32)[None, None], Scores(same[:, :, None], same))
+    return KVBlock(k, v, pos), SelectedSlots(jnp.asarray(slots, jnp.int32)[None, None], Scores(same[:, :, None], same))
 
 
 def test_merging_by_hand():
@@ -178,7 +178,7 @@ READERS = {
     "specache": kvjax.methods.specache(8, group=1, residual=1, topk=3),
     "kivi": kvjax.methods.kivi(8, group=8, residual=64),
     "quest": kvjax.methods.quest(budget=100, page=2, device_layers=0),
-    "pages of unequal heads": kvjax.Method(apart=kvjax.methods.adakv(page=4).apart),
+    "pages of unequal heads": kvjax.Method(side_store=kvjax.methods.adakv(page=4).side_store),
 }
 
 
@@ -188,16 +188,16 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
     rng = np.random.default_rng(0)
     twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
-    block = Block(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
+    block = KVBlock(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
     first_five = dataclasses.replace(kvjax.methods.sinks_and_recent(budget=5, sinks=5).select, per="head")
     bound = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
     q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
     fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)
-    state = jax.jit(lambda block: bound.prefill(block, None, bound.slots(10, 16)))(block)
+    state = jax.jit(lambda block: bound.prefill(block, None, bound.num_slots(10, 16)))(block)
     assert bound.positions(state).max() == 4
     for t in range(3):
         pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)
-        new = Block(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
+        new = KVBlock(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
         block = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 2), block, new)
         out, state = layer.extend(bound)(state, (q[:, :, :, t : t + 1], new))
         want = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])

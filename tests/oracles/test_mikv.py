@@ -12,7 +12,7 @@ from kvjax.cache.hold.balanced import Balanced
 from kvjax.cache.hold.codecs import Plain
 from kvjax.cache.hold.tokens import Tokens
 from kvjax.core import attention
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KvjaxError
 from kvjax.testing import dense_attention
 from tests.contract import layer
@@ -45,7 +45,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
     """Of ten tokens eight are low; one of the others is the newest, the other the most attended."""
     assert oracle.low(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
-    low = layer.prefill(layer.bound("mikv:share=0.5,recent=1"), layer.data()).apart.pos[0]
+    low = layer.prefill(layer.bound("mikv:share=0.5,recent=1"), layer.data()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K
 
 
@@ -63,7 +63,7 @@ def weights_of(q, k) -> np.ndarray:
     """The weights of one head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    return np.asarray(Balanced(Plain()).found(k, pos[:, None], Obs(q[:, :, None], pos)))[0, 0, 0]
+    return np.asarray(Balanced(Plain()).found(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
 
 
 def test_weights_by_hand():
@@ -80,9 +80,9 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
 
     @jax.jit
     def run(x, q):
-        stored = codec.begin(x, pos[:, None], Obs(q, pos))
-        stored = codec.write(stored, x[:, :, :1], at)
-        rows = codec.rows(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
+        stored = codec.encode_prompt(x, pos[:, None], Observation(q, pos))
+        stored = codec.append(stored, x[:, :, :1], at)
+        rows = codec.gather(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
     stored, back, scores, rows = run(dirty, q)
@@ -104,7 +104,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
     @jax.jit
     def run(x):
         stored = codec.encode(x, pos)
-        return stored, codec.decode(stored), codec.rows(stored, idx)
+        return stored, codec.decode(stored), codec.gather(stored, idx)
 
     stored, back, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
     want = np.array([[oracle.levels(row, bits, 16) for row in head[:4]] for head in x[0]])
@@ -128,4 +128,4 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(KvjaxError, match="group 12 does not divide the head size 32; the nearest that does is 8"):
         layer.prefill(layer.bound("mikv:group=12"), layer.data())
     with pytest.raises(KvjaxError, match="has seen none"):
-        Balanced(Plain()).begin(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)
+        Balanced(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)

@@ -12,16 +12,17 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.contract import Cache, Layer, LayerSpec
 from kvjax.cache.hold.directions import between, by_length, likeness
+from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named
-from kvjax.core.observe import Obs
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.engine import sharded_layer
+from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
+from kvjax.engine.modes import LayerCall
+from kvjax.generation.exact import Exact, read_exactly
 from kvjax.models.config import Config
-from kvjax.run import devices, reading
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle
@@ -48,7 +49,7 @@ def cache_under(method: str) -> Cache:
 
 
 @functools.cache
-def decoded() -> list[tuple[jax.Array, Block]]:
+def decoded() -> list[tuple[jax.Array, KVBlock]]:
     """Queries, keys and values of the tokens that follow, of each layer."""
     rng, c = np.random.default_rng(0), MODEL.config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
@@ -56,12 +57,12 @@ def decoded() -> list[tuple[jax.Array, Block]]:
     for _ in range(c.layers):
         q = jnp.asarray(rng.normal(size=(3, c.kv_heads, c.groups, STEPS, c.head_dim)) * 2, jnp.float32)
         k, v = (jnp.asarray(rng.normal(size=(3, c.kv_heads, STEPS, c.head_dim)), jnp.float32) for _ in range(2))
-        found.append((q, Block(k, v, pos)))
+        found.append((q, KVBlock(k, v, pos)))
     return found
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def through(plan: tuple[Layer, Layer], states, fresh) -> tuple[list[jax.Array], list]:
+def through(plan: tuple[BoundLayer, BoundLayer], states, fresh) -> tuple[list[jax.Array], list]:
     """Tokens through both layers of a pair: (what each gives, their states)."""
     outs, after, carry = [], [], None
     for bound, state, (q, block) in zip(plan, states, fresh, strict=True):
@@ -105,8 +106,8 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     cache = cache_under("minicache:share=0.2")
     lower, upper = cache.layers[LOWER:]
     np.testing.assert_array_equal(lower.pos, upper.pos)
-    np.testing.assert_array_equal(lower.apart.pos, upper.apart.pos)
-    assert upper.apart.k is None and upper.apart.v is None
+    np.testing.assert_array_equal(lower.side_store.pos, upper.side_store.pos)
+    assert upper.side_store.k is None and upper.side_store.v is None
     every = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kv_heads):
@@ -122,12 +123,12 @@ def test_prompts_that_were_read_once_in_full_make_the_same_cache_as_those_read_u
 
 
 def spec(index: int, layers: int) -> LayerSpec:
-    return LayerSpec(index, layers, kv_heads=2, groups=2, head_dim=8, window=None, rope=Rope(8))
+    return LayerSpec(index, layers, num_kv_heads=2, num_groups=2, head_dim=8, window=None, rope=Rope(8))
 
 
 def test_pairs_begin_in_the_middle_and_a_last_layer_may_be_alone():
     def pairs(layers: int, method: str = "minicache") -> list[int]:
-        return [kvjax.parse(method).bind(spec(i, layers)).needs.neighbour for i in range(layers)]
+        return [kvjax.parse(method).bind(spec(i, layers)).needs.paired_layer for i in range(layers)]
 
     assert pairs(4) == [0, 0, 1, -1]
     assert pairs(5) == [0, 0, 1, -1, 0]
@@ -144,12 +145,12 @@ def test_padding_counts_for_nothing(index):
     pos = np.arange(prompt.k.shape[2])[None] < LENGTHS[:, None]
     block_pos = jnp.asarray(np.where(pos, np.arange(pos.shape[1])[None], -1), jnp.int32)[:, None]
 
-    def block(of, padding: float) -> Block:
-        return Block(*(jnp.where(pos[:, None, :, None], x, padding) for x in (of.k, of.v)), block_pos)
+    def block(of, padding: float) -> KVBlock:
+        return KVBlock(*(jnp.where(pos[:, None, :, None], x, padding) for x in (of.k, of.v)), block_pos)
 
     @jax.jit
     def state(padding: float):
-        seen = Obs(prompt.q, jnp.zeros((3, 0), jnp.int32), neighbour=block(other, padding))
+        seen = Observation(prompt.q, jnp.zeros((3, 0), jnp.int32), paired_block=block(other, padding))
         return bound.prefill(block(prompt, padding), seen, 24)
 
     jax.tree.map(np.testing.assert_array_equal, state(np.inf), state(0.0))
@@ -210,9 +211,10 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
     def run(prompts, fresh):
         outs, states, carry = [], [], None
         for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):
-            prompt = Prompt(mine.k, mine.v, mine.q[:, :, :, :0], neighbour=(other.k, other.v))
-            state = reading.encode(bound, prompt, exact.lengths, cache.layers[LOWER].pos.shape[2], CAPACITY, mesh)
-            out, state, carry = devices.extend(bound, state, q, block, STEPS, carry, mesh)
+            prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
+            call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
+            state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
+            out, state, carry = sharded_layer.extend(bound, state, q, block, STEPS, carry, mesh)
             outs.append(out)
             states.append(state)
         return outs, states
@@ -220,7 +222,7 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
     given = list(exact.prompts[LOWER:]), fresh
     two = run(*jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, 3, 2), mesh)), given))
     for state in two[1]:
-        parts = [shard.data.shape for shard in state.apart.k_length.addressable_shards]
+        parts = [shard.data.shape for shard in state.side_store.k_length.addressable_shards]
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
     one = through(plan, list(cache.layers[LOWER:]), fresh)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), two, one)
@@ -239,12 +241,12 @@ def test_what_has_no_meaning_is_refused():
         "minicache + snapkv": "slot `select`",
         "minicache + tidal_decode": "slot `read`",
         "minicache + infllm": "takes it in pieces",
-        "minicache + zipcache": "both fill the slot `apart`",
+        "minicache + zipcache": "both fill the slot `side_store`",
         "minicache:share=0": r"must lie in \[0.001, 1\], got 0",
         "minicache:t=2": "t lies between",
         "minicache:start=2": "start, a share of the layers",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
-    with pytest.raises(KvjaxError, match="slot `apart`, SharedDirections"):
+    with pytest.raises(KvjaxError, match="slot `side_store`, SharedDirections"):
         context_under("minicache:share=0.2").share([[1, 2]], "full", of=[0])

@@ -30,7 +30,7 @@ def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: l
         jnp.asarray(quotas, jnp.int32),
         jnp.full(scores.shape[:2], 2, jnp.int32),
     )
-    return np.asarray(jax.jit(lambda x: rule.tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(every))
+    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(every))
 
 
 def test_the_example_by_hand():
@@ -164,7 +164,7 @@ def test_bytes_held_are_those_of_the_pages_that_heads_own():
     context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}", room=16)
     pages = sum(-(-len(head) // 4) for heads in context.kept_positions() for head in heads[0])
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    stores = [state.apart for state in context.cache.layers]
+    stores = [state.side_store for state in context.cache.layers]
     owners = sum(4 * store.owner.size for store in stores)
     beside = 4 + sum(4 for _ in stores)  # lengths of the cache, and of each layer
     assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
@@ -180,7 +180,7 @@ def test_a_saved_context_goes_on(tmp_path):
 @pytest.mark.parametrize("method", ["kvzip", "turned_queries"])
 def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
     equal = kvjax.parse(f"{method}:budget=12,level=head")
-    assert equal.apart is None and equal.shares is None
+    assert equal.side_store is None and equal.layer_budgets is None
     over_the_model = f"{method}:budget=12,level=head + adakv:alpha=0,scope=model"
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(f"{method}:budget=12,level=model")
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(over_the_model)
@@ -205,14 +205,14 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("kvzip + adakv:alpha=0.1", "slot `apart`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it"),
-        ("adakv + kvzip:budget=8", "slot `apart`; use 'adakv \\+ kvzip:budget=8,level=head'"),
+        ("kvzip + adakv:alpha=0.1", "slot `side_store`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it"),
+        ("adakv + kvzip:budget=8", "slot `side_store`; use 'adakv \\+ kvzip:budget=8,level=head'"),
         (
             "kvzip:budget=8 + int4 + adakv:scope=model",
-            "slot `shares`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
+            "slot `layer_budgets`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
         ),
-        ("kvzip:level=layer + adakv:alpha=0,scope=model", "slot `apart`; use 'kvzip:level=head \\+ adakv"),
-        ("kvzip + think", "slot `apart`; use 'kvzip:level=head \\+ think'"),
+        ("kvzip:level=layer + adakv:alpha=0,scope=model", "slot `side_store`; use 'kvzip:level=head \\+ adakv"),
+        ("kvzip + think", "slot `side_store`; use 'kvzip:level=head \\+ think'"),
         ("kvzip + headkv", "both fill the slot `select`.*leave one of them out"),
         ("kvzip + h2o", "slot `decode`, H2O: .*level=head"),
         ("turned_queries + recompress", "slot `decode`, Recompress: .*level=head"),
@@ -236,8 +236,8 @@ def test_what_needs_equal_heads_names_the_level(method, says):
             "16 slots, which groups of 32 tokens of keys.*give page=32 to the method",
         ),
         (
-            kvjax.Method(select=kvjax.methods.keydiff(8).select, shares=ModelRanking()),
-            "a store for them in slot `apart`",
+            kvjax.Method(select=kvjax.methods.keydiff(8).select, layer_budgets=ModelRanking()),
+            "a store for them in slot `side_store`",
         ),
     ],
 )

@@ -12,9 +12,9 @@ from jax import lax
 
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.method import Method
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import rotate
-from kvjax.core.types import Block, IncompatibleMethod, KvjaxError
+from kvjax.core.types import IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.methods import h2o, scissorhands, streaming_llm
 from kvjax.testing import dense_attention, full_copies
 from tests.contract.layer import bound, spec
@@ -57,7 +57,7 @@ def batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: 
 
 @functools.partial(jax.jit, static_argnums=0)
 def fill(method, q, k, v, pos):
-    return method.prefill(Block(k, v, pos[:, None]), Obs(q, pos), method.slots(99, 0))
+    return method.prefill(KVBlock(k, v, pos[:, None]), Observation(q, pos), method.num_slots(99, 0))
 
 
 def start(method, d, padding: float = 0.0):
@@ -80,7 +80,7 @@ def tokens(d, step: int, count: int = 1):
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def extend(method, state, q, k, v, q_pos, commit):
-    return method.extend(state, q, Block(k, v, q_pos[:, None]), commit, None)[:2]
+    return method.extend(state, q, KVBlock(k, v, q_pos[:, None]), commit, None)[:2]
 
 
 def run(method, d, steps: int = STEPS, state=None):
@@ -132,7 +132,7 @@ def test_streaming_runs_on_in_constant_memory():
 
     def step(state, xs):
         q, k, v, pos = xs
-        out, state, _ = method.extend(state, q, Block(k, v, pos[:, None]), 1, None)
+        out, state, _ = method.extend(state, q, KVBlock(k, v, pos[:, None]), 1, None)
         return state, out[:, :, :, 0]
 
     q, k, v, pos = tokens(d, 0, n)
@@ -215,14 +215,14 @@ def test_scissorhands_needs_no_more_than_its_last_queries():
     method, d = METHODS["scissorhands"], batch(make())
     q, k, v, lengths = d
     T = int(lengths.max())
-    at = lengths[:, None] - method.needs.queries + np.arange(method.needs.queries)
+    at = lengths[:, None] - method.needs.observed_queries + np.arange(method.needs.observed_queries)
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)[:, None]
     few = np.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], 3)
-    obs = Obs(few, np.maximum(at, -1).astype(np.int32))
-    assert method.needs.queries == 4
-    state = jax.jit(lambda *x: method.prefill(Block(*x), obs, method.slots(99, 0)))(k[:, :, :T], v[:, :, :T], pos)
+    obs = Observation(few, np.maximum(at, -1).astype(np.int32))
+    assert method.needs.observed_queries == 4
+    state = jax.jit(lambda *x: method.prefill(KVBlock(*x), obs, method.num_slots(99, 0)))(k[:, :, :T], v[:, :, :T], pos)
     np.testing.assert_array_equal(state.pos, start(method, d).pos)
-    np.testing.assert_array_equal(state.marks, start(method, d).marks)
+    np.testing.assert_array_equal(state.policy_state, start(method, d).policy_state)
 
 
 LIMITS = [(streaming_llm(50), None), (streaming_llm(50), 5), (h2o(20, 20), 5), (scissorhands(60), None)]
@@ -306,7 +306,7 @@ def test_c4_extend_is_a_fixed_point_and_c6_bytes(name, slots, dtype):
     assert array_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
 
 
-ONE = Block(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.int32))
+ONE = KVBlock(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1), np.int32))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvjax.cache.hold.groups import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.read.retrieve import Retrieve
 from kvjax.core import memory
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.quest import Boxes, quest
 from kvjax.methods.strings import method_of
 from tests.contract import layer
@@ -57,7 +57,7 @@ def test_the_recipe_reads_whole_pages_and_three_at_least():
 
 def test_a_page_of_two_keys_by_hand():
     keys = jnp.array([[1.0, -2.0], [3.0, 0.0]])[None, None]
-    box = unpacked(Boxes(2).build(Block(keys, keys, jnp.arange(2, dtype=jnp.int32)[None, None])))
+    box = unpacked(Boxes(2).build(KVBlock(keys, keys, jnp.arange(2, dtype=jnp.int32)[None, None])))
     np.testing.assert_array_equal(box.low[0, 0], [[1, -2]])
     np.testing.assert_array_equal(box.high[0, 0], [[3, 0]])
     q = jnp.array([2.0, -1.0]).reshape(1, 1, 1, 1, 2)
@@ -69,19 +69,19 @@ def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
     d = layer.data(2)
     k, q = d.k[:, :, :7], d.q[:, :, :, :3]
     pos = jnp.where(jnp.arange(7, dtype=jnp.int32) < 6, jnp.arange(7, dtype=jnp.int32), -1)
-    block = Block(k, k, jnp.broadcast_to(pos, (layer.B, 1, 7)))
+    block = KVBlock(k, k, jnp.broadcast_to(pos, (layer.B, 1, 7)))
     promised = Boxes(4).score(unpacked(Boxes(4).build(block)), q)
     s = jnp.einsum("bkgth,bksh->bkgts", q, k[:, :, :6]) / np.sqrt(layer.H)
     assert (np.repeat(promised, 4, -1)[..., :6] >= np.asarray(s) - 1e-5).all()
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> Block:
+def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> KVBlock:
     """Of each row `count` tokens from `first` on, and `padding` behind them."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]
     k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
-    return Block(k, v, pos[:, None])
+    return KVBlock(k, v, pos[:, None])
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -91,7 +91,7 @@ def test_what_comes_later_leaves_the_index_that_all_at_once_gives(size):
     aux = index.build(tokens(d, 0 * n, n, S))
     for count in ([5, 2, 0], [1, 1, 1], [0, 3, 1]):
         fresh = tokens(d, n, count, max(count))
-        aux, n = index.write(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        aux, n = index.append(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
         want = index.build(tokens(d, 0 * n, n, S, 1e4))
         jax.tree.map(np.testing.assert_array_equal, aux, want)
 

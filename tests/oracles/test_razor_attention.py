@@ -14,18 +14,18 @@ from kvjax.cache import given
 from kvjax.cache.given import Given
 from kvjax.cache.select.head_tables import COPIES, RetrievalHeads
 from kvjax.cache.select.heads import ALL
-from kvjax.cache.select.select import Choice
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
-from kvjax.methods.razor_attention import Compensation, Razor
-from kvjax.run.calibrate import calibrate
+from kvjax.cache.select.selection import SelectedSlots
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.engine.plan import specs
+from kvjax.generation.calibrate import calibrate
+from kvjax.methods.razor_attention import Compensation, Razor
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import razor_attention as oracle
 
-SPEC = dataclasses.replace(layer.spec(), layers=5, kv_heads=4)
+SPEC = dataclasses.replace(layer.spec(), num_layers=5, num_kv_heads=4)
 
 
 def written(path, echo, induction, spec=None) -> str:
@@ -63,7 +63,7 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
                 want = oracle.attend(q[head, :, n + t], k[head], v[head], held, between, later)
                 np.testing.assert_allclose(out[b, head, :, t], want, atol=5e-6)
     assert folded == (5 if part == 0 else 3)
-    np.testing.assert_allclose(state.apart.bias.max(), np.log(folded), rtol=1e-6)
+    np.testing.assert_allclose(state.side_store.bias.max(), np.log(folded), rtol=1e-6)
 
 
 def test_one_lost_token_stays_and_where_none_is_lost_nothing_changes():
@@ -88,7 +88,7 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
     q32, k32 = (jnp.asarray(x, jnp.float32)[None] for x in wide)
     kind, spec = RetrievalHeads(), dataclasses.replace(layer.spec(), head_dim=8)
     counted = jax.jit(lambda block, seen: kind.count(block.clean(), seen, spec))(
-        Block(k32, k32, pos[:, None]), Obs(q32, pos)
+        KVBlock(k32, k32, pos[:, None]), Observation(q32, pos)
     )
     found = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), spec)
     attention = eviction.attention(q, k)
@@ -103,9 +103,9 @@ def test_merging_alone_leaves_heads_without_loss_bit_for_bit():
     rng = np.random.default_rng(2)
     k, v = jnp.asarray(rng.normal(size=(2, 1, 2, 6, 4)), jnp.float32)
     every = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (1, 2, 6))
-    block = Block(k, v, every[:, :1])
-    choice = Choice(every, None)
-    got = Compensation(1)(block, Block(k, v, every), choice, layer.spec())
+    block = KVBlock(k, v, every[:, :1])
+    choice = SelectedSlots(every, None)
+    got = Compensation(1)(block, KVBlock(k, v, every), choice, layer.spec())
     np.testing.assert_array_equal(got.k, k)
     np.testing.assert_array_equal(got.v, v)
     assert not got.bias.any()
@@ -116,7 +116,7 @@ def test_a_table_is_made_without_any_text_and_serves_the_model(tmp_path):
     path = calibrate(model, "retrieval_heads", tmp_path / "table.safetensors", None)
     method = kvjax.parse(f"razor_attention:sinks=1,recent=2,induction=0.5,table={path}")
     retrieval_heads = {11: 0, 30: 1, 48: 2}  # by the tokens of a layer's two heads in the mean, 48 or 11 each
-    assert sum(retrieval_heads[method.bind(spec).kept(48)] for spec in specs(model.config)) == 3
+    assert sum(retrieval_heads[method.bind(spec).num_kept(48)] for spec in specs(model.config)) == 3
     with pytest.raises(KvjaxError, match="a table of heads is counted on a text; give one, as with --text"):
         calibrate(model, "heads", tmp_path / "none", None)
 

@@ -43,7 +43,7 @@ def test_only_kept_tokens_go_on_asking():
         out, after = layer.extend(bound, commit)(state, chunk)
         for b, n in enumerate(d.lengths):
             asked = rope(np.asarray(d.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[:, :, :count].sum(2)
-            np.testing.assert_allclose(after.aux.question[b], asked, atol=1e-5)
+            np.testing.assert_allclose(after.reader_state.question[b], asked, atol=1e-5)
         fresh = out if fresh is None else fresh
         np.testing.assert_allclose(out, fresh, atol=2e-6)  # what is asked does not depend on what is kept
 

@@ -38,9 +38,9 @@ def test_first_and_last_tokens_lie_on_the_device_and_all_rows_on_the_host():
     state = layer.prefill(bound, d)
     for t in range(2):
         _, state = layer.extend(bound)(state, d.token(t))
-    assert state.k.host and state.v.host and not state.aux.k.host
+    assert state.k.host and state.v.host and not state.reader_state.k.host
     for b, n in enumerate(d.lengths):
-        held = np.asarray(memory.unpack(state.aux.k))[b, 0]
+        held = np.asarray(memory.unpack(state.reader_state.k))[b, 0]
         want = np.asarray(d.k[b, 0, [0, n, n + 1]])
         np.testing.assert_array_equal(held[np.lexsort(held.T)], want[np.lexsort(want.T)])
 
@@ -60,7 +60,7 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
 def test_keys_in_codes_are_searched_on_the_device():
     d, codec = layer.data(), Host(Rows(Absmax()))
     stored = codec.encode(d.k, jnp.zeros((layer.B, 1, d.k.shape[2]), jnp.int32))
-    found = jax.jit(codec.search)(d.q[:, :, :, :2], stored)
+    found = jax.jit(codec.score_in_place)(d.q[:, :, :, :2], stored)
     want = jnp.einsum("bkgth,bksh->bkgts", d.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
     np.testing.assert_allclose(found, want, atol=1e-4)
 

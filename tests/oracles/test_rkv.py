@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.rkv import RKV, redundancy
 from tests.contract import layer
 from tests.oracles import rkv as oracle
@@ -18,9 +18,9 @@ from tests.oracles import rkv as oracle
 SETTINGS = {"window": 2, "kernel": 3, "mix": 0.3, "threshold": 0.5}
 
 
-def scored(scorer: RKV, block: Block, obs: Obs) -> np.ndarray:
+def scored(scorer: RKV, block: KVBlock, observation: Observation) -> np.ndarray:
     """f32[B K S]."""
-    return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).kv)(block, obs))
+    return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).per_kv_head)(block, observation))
 
 
 def alike(seed: int) -> layer.Data:
@@ -31,14 +31,14 @@ def alike(seed: int) -> layer.Data:
 
 def test_three_equal_keys_by_hand():
     k = jnp.ones((1, 1, 3, 2))
-    got = redundancy(Block(k, k, jnp.arange(3)[None, None]), 0.5)
+    got = redundancy(KVBlock(k, k, jnp.arange(3)[None, None]), 0.5)
     np.testing.assert_allclose(got[0, 0], [0.4484, 0.3213, 0.2302], atol=5e-5)
 
 
 def test_redundancy_is_counted_a_block_at_a_time():
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(2, 2, 9, 3)), jnp.float32)
-    block = Block(k, k, jnp.arange(9)[None, None].repeat(2, 0))
+    block = KVBlock(k, k, jnp.arange(9)[None, None].repeat(2, 0))
     got = redundancy(block, 0.5, at_once=4)
     for keys, found in zip(np.asarray(k, np.float64).reshape(4, 9, 3), got.reshape(4, 9), strict=True):
         np.testing.assert_allclose(found, oracle.redundancy(keys), atol=1e-6)
@@ -48,7 +48,7 @@ def test_redundancy_is_counted_a_block_at_a_time():
 def test_scores_are_those_of_real_tokens_alone(padding):
     q, block = layer.prompt(alike(2), padding)
     scorer = RKV(SETTINGS["window"], *(SETTINGS[name] for name in ("kernel", "mix", "threshold")))
-    got = scored(scorer, block, Obs(q, block.pos[:, 0]))
+    got = scored(scorer, block, Observation(q, block.pos[:, 0]))
     for b, n in enumerate(layer.LENGTHS.tolist()):
         past = max(n - 2, 0)
         assert (got[b, :, past:n] == 1).all() and (got[b, :, n:] == -np.inf).all()
@@ -69,8 +69,8 @@ def test_a_full_buffer_is_compressed_by_the_latest_queries():
 def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
     k = jnp.zeros((2, 1, 4, 3))
     pos = jnp.array([[0, 1, 2, 3], [0, -1, -1, -1]])[:, None]
-    obs = Obs(jnp.ones((2, 1, 2, 2, 3)), jnp.array([[2, 3], [-1, 0]]))
-    got = scored(RKV(2, 3), Block(k, k, pos), obs)
+    obs = Observation(jnp.ones((2, 1, 2, 2, 3)), jnp.array([[2, 3], [-1, 0]]))
+    got = scored(RKV(2, 3), KVBlock(k, k, pos), obs)
     np.testing.assert_allclose(got[0, 0], [0.1 / 2 - 0.9 / 4] * 2 + [1, 1], atol=1e-6)
     assert got[1, 0].tolist() == [1] + [-np.inf] * 3
 

@@ -70,7 +70,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
 
     def run(x):
         stored = codec.encode(x, pos)
-        return stored.order, codec.decode(stored), codec.rows(stored, some)
+        return stored.order, codec.decode(stored), codec.gather(stored, some)
 
     order, held, rows = jax.jit(run)(x)
     np.testing.assert_array_equal(order[0].ravel(), oracle.order_of(mean.astype(float), 2))

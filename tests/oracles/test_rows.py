@@ -120,7 +120,7 @@ def test_what_is_read_is_what_the_codes_say(codec):
     np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, held), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, held), rtol=1e-4, atol=5e-3)
     idx = jnp.array([[[3, 0, 3]]]).repeat(2, 0).repeat(2, 1)
-    np.testing.assert_array_equal(codec.rows(stored, idx), held[:, :, jnp.array([3, 0, 3])])
+    np.testing.assert_array_equal(codec.gather(stored, idx), held[:, :, jnp.array([3, 0, 3])])
 
 
 @pytest.mark.parametrize("S", [6, 8])
@@ -161,9 +161,9 @@ def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     whole = codec.decode(codec.encode(x, pos))
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
     at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
-    one = jax.jit(codec.write)(empty, x[:, :, 2:3], at)
+    one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
     assert jax.tree.map(memory.kind, one) == jax.tree.map(memory.kind, empty)
-    got = jax.jit(codec.rows)(one, at[:, :, None])
+    got = jax.jit(codec.gather)(one, at[:, :, None])
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
     assert got.dtype == dtype
     rest = jnp.asarray(codec.decode(one)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], at].set(0)

@@ -61,13 +61,13 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
-        return codec.write(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
+        return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
     def run(dirty):
         first = codec.encode(dirty, pos)
         last = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))[0]
         some = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
-        return first, last, codec.decode(last), codec.rows(last, some)
+        return first, last, codec.decode(last), codec.gather(last, some)
 
     first, last, all_of, some = jax.jit(run)(dirty)
     assert jax.tree.map(memory.kind, last) == jax.tree.map(memory.kind, first)

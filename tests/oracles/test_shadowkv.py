@@ -43,7 +43,7 @@ def test_it_is_the_oracle_on_ragged_rows():
 def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_the_host():
     bound, d = layer.bound(METHOD), layer.data()
     state = layer.prefill(bound, d)
-    store = state.apart.tokens
+    store = state.side_store.tokens
     assert memory.kind(store.v.data) == "pinned_host" and memory.kind(store.k.rows.data) == "device"
     for b, n in enumerate(map(int, d.lengths)):
         for h in range(layer.K):
@@ -82,8 +82,12 @@ def test_it_says_that_it_needs_host_memory():
     [
         ("shadowkv:rank=0", KvjaxError, "a rank of at least 1.*rank=0.*authors use chunk=8, rank=160"),
         ("shadowkv:budget=4,chunk=8", KvjaxError, "a budget of at least a chunk"),
-        ("shadowkv + h2o", IncompatibleMethod, "slot `apart`, Shadow, holds prompt tokens for good.*leave one of them"),
-        ("shadowkv + infllm", IncompatibleMethod, "slot `apart`, Shadow, .*takes it in pieces.*leave one of them"),
+        (
+            "shadowkv + h2o",
+            IncompatibleMethod,
+            "slot `side_store`, Shadow, holds prompt tokens for good.*leave one of them",
+        ),
+        ("shadowkv + infllm", IncompatibleMethod, "slot `side_store`, Shadow, .*takes it in pieces.*leave one of them"),
     ],
 )
 def test_what_cannot_be_says_why(method, error, says):

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
 from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, prefill
@@ -184,7 +184,7 @@ def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     total = {True: 0, False: 0}
     prefill = layer.bound(method, head_dim=wide).prefill
-    for leaf in jax.make_jaxpr(lambda k, p: prefill(Block(k, k, p), None, S))(x, pos).out_avals:
+    for leaf in jax.make_jaxpr(lambda k, p: prefill(KVBlock(k, k, p), None, S))(x, pos).out_avals:
         total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
     return total
 

@@ -10,8 +10,8 @@ import pytest
 from kvjax.cache.hold.codecs import Host
 from kvjax.cache.hold.thin import Thin
 from kvjax.core import attention, memory
-from kvjax.core.observe import Obs
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.think import Older
 from kvjax.testing import dense_attention
 from tests.contract import layer
@@ -44,24 +44,24 @@ def found(q, k, **parameters) -> list[int]:
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
     run = jax.jit(Thin(**parameters).found)
-    return np.asarray(run(k, pos[:, None], Obs(q[:, :, None], pos)))[0, 0, 0].tolist()
+    return np.asarray(run(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0].tolist()
 
 
 def test_by_hand_a_channel_goes_although_its_queries_are_larger():
     """Mean squares 4 and 1 of queries, 1 and 9 of keys: 4 against 9."""
     assert found([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
-    assert found([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, queries=2) == [0]
+    assert found([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, num_queries=2) == [0]
     assert found([[0, 0]], [[0, 0]], share=0.5) == [0]
 
 
-def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Obs]:
+def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
     """Rows of six and of two tokens: keys with infinity behind the last one, positions, and queries."""
     rng = np.random.default_rng(0)
     pos = np.where(np.arange(S)[None] < np.array([[S], [2]]), np.arange(S)[None], -1)
     x = np.where(pos[:, None, :, None] < 0, np.inf, rng.normal(size=(2, 2, S, H)))
     q = jnp.asarray(rng.normal(size=(2, 2, 3, S, H)), dtype)
     pos = jnp.asarray(pos, jnp.int32)
-    return jnp.asarray(x, dtype), pos[:, None], Obs(q, pos)
+    return jnp.asarray(x, dtype), pos[:, None], Observation(q, pos)
 
 
 @pytest.mark.parametrize("codec", [Thin(0.4), Host(Thin(0.4))])
@@ -71,11 +71,11 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
 
     @jax.jit
     def run(x, pos, seen, at, idx):
-        stored = codec.begin(x, pos, seen)
+        stored = codec.encode_prompt(x, pos, seen)
         back, loaded, q = codec.decode(stored), codec.load(stored), seen.q[:, :, :, :1]
-        again = codec.write(stored, x[:, :, :1], at)
+        again = codec.append(stored, x[:, :, :1], at)
         scores = codec.scores(q, loaded), attention.scores(q, back)
-        return stored, back, scores, codec.rows(again, idx), codec.decode(again)
+        return stored, back, scores, codec.gather(again, idx), codec.decode(again)
 
     at, idx = jnp.asarray([[5], [2]], jnp.int32), jnp.asarray([[[0, 1, 5], [1, 1, 2]]] * 2, jnp.int32)
     stored, back, scores, rows, again = run(x, pos, seen, at, idx)
@@ -94,11 +94,11 @@ def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     d, text = layer.data(), "snapkv:budget=6,window=2,kernel=3"
     state, alone = (layer.prefill(layer.bound(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
     kept = np.asarray(alone.pos[0, :, :6])
-    np.testing.assert_array_equal(np.asarray(state.apart.pos[0])[:, :4], kept[:, :4])
+    np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], kept[:, :4])
     np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
     for h in range(layer.K):
         q, k = np.asarray(d.q[0, h, :, :9], np.float64), np.asarray(d.k[0, h], np.float64)[kept[h]]
-        assert state.apart.k.channels[0, h, 0].tolist() == oracle.channels(q, k, 0.4, 4)
+        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.channels(q, k, 0.4, 4)
 
 
 def test_what_has_no_meaning_is_refused():
@@ -107,12 +107,12 @@ def test_what_has_no_meaning_is_refused():
         "think:recent=-1": "recent must be 0 or more",
         "think:queries=0": "at least 1 query",
         "think + h2o": "slot `decode`",
-        "think + zipcache": "both fill the slot `apart`",
+        "think + zipcache": "both fill the slot `side_store`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
     x, pos, _ = prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
-        Thin().begin(x, pos, None)
+        Thin().encode_prompt(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):
-        Older(Thin()).held(Block(x, x, pos), Block(x, x, pos), None)
+        Older(Thin()).held(KVBlock(x, x, pos), KVBlock(x, x, pos), None)

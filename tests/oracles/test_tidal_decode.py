@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -87,14 +87,14 @@ def test_tokens_0_and_3_by_hand():
     base, chooser, reader = bound("tidal_decode:topk=3,dense=1")[:3]
     k = jnp.array([[3.0, 0], [0, 1], [-1, 0], [2, 0], [0, 0]])[None, None]
     pos = jnp.arange(5, dtype=jnp.int32)[None, None]
-    block = Block(k, jnp.ones_like(k), pos)
+    block = KVBlock(k, jnp.ones_like(k), pos)
     q = jnp.array([1.0, 0]).reshape(1, 1, 1, 1, 2)
     fresh = block.after(4)
     v = jnp.broadcast_to(jnp.array([1.0, 10, 100, 1000, 10000])[None, None, :, None], k.shape)
-    values = Block(jnp.zeros_like(k), v, pos)
+    values = KVBlock(jnp.zeros_like(k), v, pos)
 
     def prefilled(bound_layer, block):
-        spec = dataclasses.replace(bound_layer.spec, kv_heads=1, groups=1, head_dim=2, rope=Rope(2))
+        spec = dataclasses.replace(bound_layer.spec, num_kv_heads=1, num_groups=1, head_dim=2, rope=Rope(2))
         bound_layer = dataclasses.replace(bound_layer, spec=spec)
         return bound_layer, bound_layer.prefill(block.first(4), None, 5)
 
@@ -150,7 +150,9 @@ def test_the_layers_above_fetch_single_rows():
     )
     state, fresh = layer.prefill(chooser, DATA[0]), DATA[0].token(0)
     carry = jax.eval_shape(lambda state, fresh: chooser.extend(state, *fresh, 1, None), state, fresh)[2]
-    step = functools.partial(jax.eval_shape, lambda state, fresh, carry: reader.extend(state, *fresh, 1, carry))
+    step = functools.partial(
+        jax.eval_shape, lambda state, fresh, cross_layer: reader.extend(state, *fresh, 1, cross_layer)
+    )
     assert step(state, fresh, carry)[2] == carry
     with pytest.raises(AssertionError, match="all rows"):
         step(state, fresh, None)  # nothing was handed up, so it must look at everything

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.future import mean_over_bare, sum_of_queries
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.triattention import TriAttention
 from tests.contract import layer
 from tests.oracles import triattention as oracle
@@ -23,7 +23,7 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compiled(scorer: TriAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)
+    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
 @pytest.mark.parametrize("scorer", [TriAttention(100), TriAttention(1, normalise=False)], ids=str)
@@ -31,7 +31,7 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
     d = layer.data(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(scorer, layer.spec())(block, Obs(q, block.pos[:, 0])))
+        got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
         for row, n in enumerate(d.lengths.tolist()):
             for head in range(layer.K):
                 queries, keys = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
@@ -44,7 +44,7 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
 def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
     d = layer.data(2)
     q, block = layer.prompt(d, np.inf)
-    seen = Obs(q, block.pos[:, 0])
+    seen = Observation(q, block.pos[:, 0])
     of_row = jax.jit(
         lambda seen: mean_over_bare(seen, seen.pos >= 1, Rope(layer.H), sum_of_queries, queries_at_once=4),
     )
@@ -62,15 +62,15 @@ def test_half_a_turn_per_position_by_hand(tokens, score):
     rope = Rope(2, scaling=RopeScaling("linear", 1 / np.pi))
     pos = np.array([[0, 1 if tokens == 2 else -1]], np.int32)
     x = np.array([[1, 0], [-1, 0]], np.float32)[None, None]  # (1, 0) at both positions, after rotation
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=rope)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
     scorer = TriAttention(furthest=1, normalise=False)
-    got = compiled(scorer, spec)(Block(x, x, pos[:, None]), Obs(x[:, :, None], pos))
+    got = compiled(scorer, spec)(KVBlock(x, x, pos[:, None]), Observation(x[:, :, None], pos))
     np.testing.assert_allclose(got[0, 0, 0], score, atol=1e-5)
 
 
 def test_what_left_the_sliding_window_scores_below_all_others():
     q, block = layer.prompt(layer.data())
-    got = np.asarray(compiled(TriAttention(100), layer.spec(window=5))(block, Obs(q, block.pos[:, 0])))
+    got = np.asarray(compiled(TriAttention(100), layer.spec(window=5))(block, Observation(q, block.pos[:, 0])))
     assert (got[0] < -1e29).tolist() == [[True] * 5 + [False] * 4] * layer.K  # the next query is at 9
 
 

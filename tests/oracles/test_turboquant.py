@@ -9,11 +9,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.hold.even import EvenSteps
 from kvjax.cache.hold.lloyd import LloydMax, levels
 from kvjax.cache.hold.rows import Quantiser
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.core.types import KvjaxError
 from kvjax.models import Config

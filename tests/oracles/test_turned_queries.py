@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.contract import LayerSpec
-from kvjax.core.observe import Obs
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.turned_queries import TurnedQueries
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -19,8 +19,8 @@ from tests.oracles import turned_queries as oracle
 FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 
-def found(scorer: TurnedQueries, block: Block, seen: Obs, spec: LayerSpec) -> np.ndarray:
-    return np.asarray(jax.jit(lambda block, seen: scorer.scores(block, seen, spec).kv)(block, seen))
+def found(scorer: TurnedQueries, block: KVBlock, observation: Observation, spec: LayerSpec) -> np.ndarray:
+    return np.asarray(jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)(block, observation))
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
@@ -31,7 +31,7 @@ def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, la
     d = layer.data(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
-        got = found(TurnedQueries(ahead, reduce, stride, last), block, Obs(q, block.pos[:, 0]), layer.spec())
+        got = found(TurnedQueries(ahead, reduce, stride, last), block, Observation(q, block.pos[:, 0]), layer.spec())
         for row, n in enumerate(d.lengths):
             for head in range(layer.K):
                 q_row, k_row = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
@@ -47,14 +47,14 @@ def test_a_token_behind_a_query_counts_by_hand():
     three = np.sqrt(2) * np.log(3) / 2  # logits that differ by log 3
     q = np.array([[1, 0], [0, 1]], np.float32)[None, None, None]  # both (1, 0) without their rotation
     k = np.array([[three, 0], [-three, 0]], np.float32)[None, None]
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=2, window=None, rope=rope)
-    got = found(TurnedQueries(ahead=0), Block(k, k, pos[:, None]), Obs(q, pos), spec)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
+    got = found(TurnedQueries(ahead=0), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
     np.testing.assert_allclose(got[0, 0], [0.25, 0.75], atol=1e-5)
 
 
 def test_what_left_the_sliding_window_scores_zero():
     q, block = layer.prompt(layer.data())
-    got = found(TurnedQueries(), block, Obs(q, block.pos[:, 0]), layer.spec(window=5))
+    got = found(TurnedQueries(), block, Observation(q, block.pos[:, 0]), layer.spec(window=5))
     assert (got[0] > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 
 
@@ -62,9 +62,9 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
     rng, T = np.random.default_rng(0), 150
     q, k = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((1, 1, 2, T, 8), (1, 1, T, 8)))
     pos = np.arange(T, dtype=np.int32)[None]
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=2, head_dim=8, window=None, rope=Rope(8))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
     for how in (("max",), ("mean",), ("max", 4), ("mean", 1, 0.5), ("max", 3, 0.7)):
-        got = found(TurnedQueries(7, *how), Block(k, k, pos[:, None]), Obs(q, pos), spec)
+        got = found(TurnedQueries(7, *how), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
         want = oracle.scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how)
         np.testing.assert_allclose(got[0, 0], want, rtol=1e-3, atol=1e-7)
 
@@ -73,12 +73,12 @@ def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
     """A cache that is compressed again holds its latest queries at their positions modulo their number."""
     rng, held, W = np.random.default_rng(1), 20, 8
     q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, held, 8)))
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=2, head_dim=8, window=None, rope=Rope(8))
-    block, pos = Block(k, k, np.arange(held, dtype=np.int32)[None, None]), np.arange(held - W, held, dtype=np.int32)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
+    block, pos = KVBlock(k, k, np.arange(held, dtype=np.int32)[None, None]), np.arange(held - W, held, dtype=np.int32)
     scorer = TurnedQueries(4, "mean", stride=3)
     ring = np.argsort(pos % W)
-    got = found(scorer, block, Obs(q[:, :, :, ring], pos[None, ring]), spec)
-    few = found(TurnedQueries(4, "mean"), block, Obs(q[:, :, :, 1::3], pos[None, 1::3]), spec)
+    got = found(scorer, block, Observation(q[:, :, :, ring], pos[None, ring]), spec)
+    few = found(TurnedQueries(4, "mean"), block, Observation(q[:, :, :, 1::3], pos[None, 1::3]), spec)
     np.testing.assert_allclose(got, few, rtol=1e-5)
 
 
@@ -88,9 +88,9 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     held = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
     asking = np.arange(492, 500, dtype=np.int32)
     q, k = rng.normal(size=(len(asking), 8)), rng.normal(size=(len(held), 8))
-    spec = LayerSpec(index=0, layers=1, kv_heads=1, groups=1, head_dim=8, window=None, rope=Rope(8))
-    block = Block(*(k[None, None].astype(np.float32),) * 2, held[None, None])
-    got = found(TurnedQueries(4), block, Obs(q[None, None, None].astype(np.float32), asking[None]), spec)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=8, window=None, rope=Rope(8))
+    block = KVBlock(*(k[None, None].astype(np.float32),) * 2, held[None, None])
+    got = found(TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), asking[None]), spec)
     frequencies = 1 / 10_000 ** (np.arange(4) / 4)
     there = oracle.rotated(oracle.rotated(q, -asking, frequencies), np.full(8, 504), frequencies)
     p = np.exp(there @ k.T / np.sqrt(8))

@@ -17,9 +17,9 @@ from kvjax.cache.hold.separable import SeparableTokens
 from kvjax.cache.hold.tier import Tier
 from kvjax.cache.method import Method
 from kvjax.cache.select.scorers import Accumulated
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.zipcache import Probes
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
@@ -57,7 +57,7 @@ def test_the_low_tier_holds_the_least_salient_tokens_of_each_head():
     state = layer.prefill(bound, d, padding=np.inf)
     for b in range(layer.B):
         for h, want in enumerate(lows(d, b, 0.4, 0.3, "queries")):
-            got = np.asarray(state.apart.pos[b, h])
+            got = np.asarray(state.side_store.pos[b, h])
             assert got[got >= 0].tolist() == want
     every = np.asarray(bound.positions(state))
     for b, n in enumerate(layer.LENGTHS):
@@ -72,9 +72,9 @@ def test_saliency_by_hand():
     # Queries and keys of three channels whose softmax is this matrix: keys are unit vectors.
     q = np.log(np.maximum(a, 1e-9)) * np.sqrt(3)
     pos = jnp.arange(3, dtype=jnp.int32)[None]
-    block = Block(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
-    seen = Obs(jnp.asarray(q, jnp.float32)[None, None, None], pos)
-    scores = Probes(share=1.0).scores(block, seen, layer.spec(head_dim=3)).kv
+    block = KVBlock(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
+    seen = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
+    scores = Probes(share=1.0).scores(block, seen, layer.spec(head_dim=3)).per_kv_head
     np.testing.assert_allclose(scores[0, 0], [0.5667, 0.4, 0.5], atol=1e-4)
 
 
@@ -85,7 +85,7 @@ def test_a_draw_depends_on_the_position_alone():
 
     def positions(probes: Probes, width: int) -> list[int]:
         pos = np.where(np.arange(width) < 40, np.arange(width), -1)
-        found = probes._probes(Obs(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        found = probes._probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
         return [int(p) for p in found if p >= 0]
 
     alone = positions(Probes(), 40)
@@ -97,14 +97,14 @@ def test_a_draw_depends_on_the_position_alone():
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
     d = layer.data()
-    exact = dataclasses.replace(kvjax.parse(reader), apart=Tier(Accumulated(), 0.4))
+    exact = dataclasses.replace(kvjax.parse(reader), side_store=Tier(Accumulated(), 0.4))
     np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
 
 
 def test_without_a_low_tier_it_is_the_high_codec_alone():
     d = layer.data()
     alone = Method(k=Channels(4, 3), v=SeparableTokens(4, 3))
-    got = layer.run(dataclasses.replace(alone, apart=Tier(Probes(), 0.0, Channels(2), SeparableTokens(2))), d)
+    got = layer.run(dataclasses.replace(alone, side_store=Tier(Probes(), 0.0, Channels(2), SeparableTokens(2))), d)
     np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
     lengths = jnp.asarray([5, 2], jnp.int32)
     slot = jnp.arange(12, dtype=jnp.int32)[None]
     pos = jnp.where(slot < lengths[:, None], slot, -1)[:, None]
-    write, decode = (jax.jit(f) for f in (codec.write, codec.decode))
+    write, decode = (jax.jit(f) for f in (codec.append, codec.decode))
 
     stored = codec.encode(x, pos)
     for t in range(7):
@@ -142,7 +142,7 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
         stored = write(stored, new, at)
     decoded = decode(stored)
     idx = jnp.asarray([[[11, 0, 4], [7, 7, 2]], [[8, 1, 0], [3, 5, 6]]], jnp.int32)
-    np.testing.assert_array_equal(codec.rows(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
+    np.testing.assert_array_equal(codec.gather(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
     inner = codec.on_device()
     rule = oracle.channels if isinstance(inner, Channels) else oracle.separable
     for b, n in enumerate((5, 2)):
@@ -186,4 +186,4 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(KvjaxError, match="holds a prompt and nothing after it"):
         codec = Channels(4)
         x, at = jnp.ones((1, 1, 4, 8)), jnp.zeros((1, 1), jnp.int32)
-        codec.write(codec.encode(x, jnp.arange(4, dtype=jnp.int32)[None, None]), x[:, :, :1], at)
+        codec.append(codec.encode(x, jnp.arange(4, dtype=jnp.int32)[None, None]), x[:, :, :1], at)

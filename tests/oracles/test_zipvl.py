@@ -12,9 +12,9 @@ import pytest
 from kvjax.cache.hold.channels import Channels
 from kvjax.cache.hold.separable import SeparableTokens
 from kvjax.cache.method import Method
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
-from kvjax.core.types import Block, KvjaxError
+from kvjax.core.types import KVBlock, KvjaxError
 from kvjax.methods.zipcache import Probes
 from kvjax.methods.zipvl import Unimportant
 from kvjax.testing import dense_attention
@@ -43,7 +43,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
         low = lows(d, b, tau, least, most)
         counts.append(n - len(low[0]))
         for h in range(layer.K):
-            held = np.asarray(state.apart.pos[b, h])
+            held = np.asarray(state.side_store.pos[b, h])
             assert held[held >= 0].tolist() == low[h]
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
@@ -62,8 +62,8 @@ def counted(received: list[float], tau: float) -> int:
     k = np.where(pos[0, :, None] >= 0, np.eye(5), np.inf)[None, None]
     q = np.zeros((1, 1, 1, 1, H))
     q[..., :n] = np.log(received) * np.sqrt(H)
-    block = Block(*(jnp.asarray(k, jnp.float32),) * 2, jnp.asarray(pos, jnp.int32)[:, None])
-    seen = Obs(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
+    block = KVBlock(*(jnp.asarray(k, jnp.float32),) * 2, jnp.asarray(pos, jnp.int32)[:, None])
+    seen = Observation(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
     return int(important(tau)(block.clean(), seen)[0])
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerState
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.cache.protocol import LayerState
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 class Policy:
@@ -24,26 +24,26 @@ class Policy:
     its heads and groups, the size of a head, its sliding window and its rotary embedding.
     """
 
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
-    weights = False  # whether `after` wants the attention weights of a step
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
+    needs_weights = False  # whether `after_token` wants the attention weights of a step
 
-    def slots(self, layer: Any) -> int:
+    def num_slots(self, layer: Any) -> int:
         """Slots that the layer takes: the tokens that stay after a step, and the next one."""
         raise NotImplementedError
 
-    def kept(self, layer: Any, prompt: int) -> int:
+    def num_kept(self, layer: Any, prompt: int) -> int:
         """Most tokens that a prompt of this length leaves."""
-        return min(prompt, self.slots(layer) - 1)
+        return min(prompt, self.num_slots(layer) - 1)
 
-    def begin(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Array, Any]:
+    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Any]:
         """Which tokens of a prompt stay: (their slots in the block, i32[B 1|K n], -1 in unused places; the marks)."""
         raise NotImplementedError
 
-    def before(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    def before_token(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """The state before a token with query q [B K G 1 H] at q_pos i32[B 1] comes in; the base changes nothing."""
         return state
 
-    def after(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
+    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
         """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left.
 
         It runs for rows that got no token, too, whose q_pos is -1: their pos and marks have to stay as they are.
@@ -75,11 +75,11 @@ def at_least(method: str, **fields: tuple[int, int]) -> None:
             raise KvjaxError(f"{name} of {method} must be at least {least}, got {value}; use {name}={least} or more")
 
 
-def asked(seen: Obs | None, method: str, which: str) -> Obs:
+def require_observation(observation: Observation | None, method: str, which: str) -> Observation:
     """The queries that were asked for; raises KvjaxError when the caller brought none."""
-    if seen is None:
+    if observation is None:
         raise KvjaxError(f"{method} needs {which} of the prompt in obs, got None; collect them in the prefill")
-    return seen
+    return observation
 
 
 def newest_first(score: Array, pos: Array) -> Array:

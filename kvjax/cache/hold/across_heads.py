@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.given import Given
-from kvjax.cache.hold.codecs import Around, Codec
+from kvjax.cache.hold.codecs import Codec, CodecWrapper
 from kvjax.cache.hold.rows import hadamard
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KvjaxError, pytree
 
@@ -27,7 +28,7 @@ class Reordered:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads(Around):
+class AcrossHeads(CodecWrapper):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
 
     Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.
@@ -43,15 +44,15 @@ class AcrossHeads(Around):
     means: Given | None = None
     spec: LayerSpec | None = None  # of the layer, from `at`
 
-    bare = True
-    any_slot = False  # a slot of all heads together cannot be written for one of them
+    pre_rope = True
+    supports_eviction = False  # a slot of all heads together cannot be written for one of them
 
     @property
     def by_head(self) -> bool:
         return self.means is not None  # whose order is that of certain heads
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = dataclasses.replace(self, inner=self.inner.at(spec), spec=spec)
+        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
         if bound._together & (bound._together - 1):
             raise KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and {bound._together} channels, of "
@@ -67,43 +68,43 @@ class AcrossHeads(Around):
         order = self._order(rotated.sum(1) if self.means is None else self._mean_key(), x.shape[1])
         return Reordered(self.inner.encode(_placed(rotated, order), over_heads.max(pos)), order, x.dtype.name)
 
-    def write(self, stored: Reordered, x: Array, at: Array) -> Reordered:
+    def append(self, stored: Reordered, x: Array, at: Array) -> Reordered:
         new = _placed(self._rotated(x), stored.order)
-        return dataclasses.replace(stored, rows=self.inner.write(stored.rows, new, at))
+        return dataclasses.replace(stored, rows=self.inner.append(stored.rows, new, at))
 
     def decode(self, stored: Reordered) -> Array:
         return self._keys(self.inner.decode(stored.rows), stored.order).astype(stored.dtype)
 
-    def rows(self, stored: Reordered, idx: Array) -> Array:
+    def gather(self, stored: Reordered, idx: Array) -> Array:
         """Of the slots that any head asks for all places are fetched, since each key is made of them."""
         B, here, n = idx.shape
         asked = over_heads.gather(idx).reshape(B, 1, -1)
-        held = self.inner.rows(stored.rows, jnp.broadcast_to(asked, (B, here, asked.shape[2])))
-        keys = self._keys(held, stored.order).reshape(B, here, self.spec.kv_heads, n, self.spec.head_dim)
+        held = self.inner.gather(stored.rows, jnp.broadcast_to(asked, (B, here, asked.shape[2])))
+        keys = self._keys(held, stored.order).reshape(B, here, self.spec.num_kv_heads, n, self.spec.head_dim)
         mine = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32))[None, :, None, None, None]
         return jnp.take_along_axis(keys, mine, 2)[:, :, 0].astype(stored.dtype)
 
     def load(self, stored: Reordered) -> Reordered:
         return dataclasses.replace(stored, rows=self.inner.load(stored.rows))
 
-    def irrevocable(self, stored: Reordered, n: Array) -> Array:
-        return self.inner.irrevocable(stored.rows, n)
+    def num_committed(self, stored: Reordered, n: Array) -> Array:
+        return self.inner.num_committed(stored.rows, n)
 
     @property
     def _together(self) -> int:
         """How many channels are rotated together."""
-        return math.gcd(self.heads, self.spec.kv_heads) * self.spec.head_dim
+        return math.gcd(self.heads, self.spec.num_kv_heads) * self.spec.head_dim
 
     def _mean_key(self) -> Array:
         """f32[1 K*H]: the mean of the rotated keys that the table was made of."""
-        K, H = self.spec.kv_heads, self.spec.head_dim
+        K, H = self.spec.num_kv_heads, self.spec.head_dim
         mean = self.means.of(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._turned(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
     def _order(self, sums: Array, here: int) -> Array:
         """i32[1|B K H]: the channels in the places of this device's heads, by sums f32[1|B C] of all channels."""
         order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
-        places = order.reshape(order.shape[0], self.spec.kv_heads, -1)
+        places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
         return lax.dynamic_slice_in_dim(places, over_heads.first(here), here, 1)
 
     def _rotated(self, x: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold.by_prompt import KeysByPrompt
 from kvjax.cache.hold.codecs import Codec
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
 
 
@@ -31,19 +31,23 @@ class Balanced(KeysByPrompt):
 
     inner: Codec
 
-    queries: ClassVar[int | None] = None
+    num_queries: ClassVar[int | None] = None
 
     @property
-    def stepwise(self) -> bool:
-        return self.inner.stepwise
+    def sequential_writes(self) -> bool:
+        return self.inner.sequential_writes
 
     @property
-    def any_slot(self) -> bool:
-        return self.inner.any_slot
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
 
-    def found(self, x: Array, pos: Array, seen: Obs) -> Array:
+    @property
+    def supports_eviction(self) -> bool:
+        return self.inner.supports_eviction
+
+    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
         """f32[B K 1 H]: the weights."""
-        asked = _largest(seen.q, (seen.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
+        asked = _largest(observation.q, (observation.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
         held = _largest(x, (pos >= 0)[..., None], (2,))[:, :, None]
         both = (asked > 0) & (held > 0)
         # The quotient itself may exceed what a number can be.
@@ -56,11 +60,11 @@ class Balanced(KeysByPrompt):
     def decode(self, stored: Weighted) -> Array:
         return _times(self.inner.decode(stored.rows), 1 / stored.weight)
 
-    def write(self, stored: Weighted, x: Array, at: Array) -> Weighted:
-        return dataclasses.replace(stored, rows=self.inner.write(stored.rows, _times(x, stored.weight), at))
+    def append(self, stored: Weighted, x: Array, at: Array) -> Weighted:
+        return dataclasses.replace(stored, rows=self.inner.append(stored.rows, _times(x, stored.weight), at))
 
-    def rows(self, stored: Weighted, idx: Array) -> Array:
-        return _times(self.inner.rows(stored.rows, idx), 1 / stored.weight)
+    def gather(self, stored: Weighted, idx: Array) -> Array:
+        return _times(self.inner.gather(stored.rows, idx), 1 / stored.weight)
 
     def load(self, stored: Weighted) -> Weighted:
         return dataclasses.replace(stored, rows=self.inner.load(stored.rows))
@@ -68,11 +72,11 @@ class Balanced(KeysByPrompt):
     def scores(self, q: Array, stored: Weighted) -> Array:
         return self.inner.scores(_times(q, 1 / stored.weight[:, :, None]), stored.rows)
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n
 
-    def irrevocable(self, stored: Weighted, n: Array) -> Array:
-        return self.inner.irrevocable(stored.rows, n)
+    def num_committed(self, stored: Weighted, n: Array) -> Array:
+        return self.inner.num_committed(stored.rows, n)
 
 
 def _largest(x: Array, real: Array, axes: tuple[int, ...]) -> Array:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.tables import Kind, table
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 @table("bases")
@@ -32,9 +32,9 @@ class Bases(Kind):
 
     of: ClassVar[tuple[str, ...]] = ("keys", "bare_keys", "values")
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Any]:
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Any]:
         full = (block.pos >= 0)[..., None]
-        bare = jnp.where(full, spec.rope.bare(block.k, block.pos), 0.0)
+        bare = jnp.where(full, spec.rope.unrotate(block.k, block.pos), 0.0)
         rows = {"keys": block.k.astype(jnp.float32), "bare_keys": bare, "values": block.v.astype(jnp.float32)}
         groups = {name: in_groups(rows[name], self.heads, spec) for name in self.of}
         return {
@@ -64,10 +64,10 @@ class JointBases(Bases):
 
 def group_size(heads: int, spec: LayerSpec) -> int:
     """How many heads are together, 0 standing for all of them; raises KvjaxError where they do not divide the layer."""
-    size = spec.kv_heads if heads == 0 else heads
-    if size < 1 or spec.kv_heads % size:
+    size = spec.num_kv_heads if heads == 0 else heads
+    if size < 1 or spec.num_kv_heads % size:
         raise KvjaxError(
-            f"{heads} heads together do not divide the layer's {spec.kv_heads} key/value heads; use a number that "
+            f"{heads} heads together do not divide the layer's {spec.num_kv_heads} key/value heads; use a number that "
             "does, or 0 for all of them"
         )
     return size

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.tier import Low, Tiers
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 class KeysByPrompt(Codec):
@@ -15,7 +15,7 @@ class KeysByPrompt(Codec):
 
     by_head = True
 
-    def found(self, x: Array, pos: Array, seen: Obs) -> Array:
+    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Of a prompt's keys [B K S H] and its queries: an array [B K 1 ...]."""
         raise NotImplementedError
 
@@ -23,10 +23,10 @@ class KeysByPrompt(Codec):
         """Keys x [B K S H] as they are stored by what was found."""
         raise NotImplementedError
 
-    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
-        if seen is None:
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
+        if observation is None:
             return self.encode(x, pos)
-        return self.held(x, pos, self.found(x, pos, seen))
+        return self.held(x, pos, self.found(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
         raise KvjaxError(
@@ -40,10 +40,10 @@ class TiersByPrompt(Tiers):
 
     k: KeysByPrompt
 
-    def held(self, there: Block, block: Block, seen: Obs | None) -> Low:
-        if seen is None:
+    def held(self, there: KVBlock, block: KVBlock, observation: Observation | None) -> Low:
+        if observation is None:
             raise KvjaxError(
-                f"{self} holds keys by a prompt's queries, got none; observe {self.queries or 'all'} of them"
+                f"{self} holds keys by a prompt's queries, got none; observe {self.num_queries or 'all'} of them"
             )
-        keys = self.k.held(there.k, there.pos, self.k.found(block.k, block.pos, seen))
+        keys = self.k.held(there.k, there.pos, self.k.found(block.k, block.pos, observation))
         return Low(keys, self.v.encode(there.v, there.pos), there.pos, there.bias)

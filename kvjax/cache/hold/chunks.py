@@ -11,9 +11,11 @@ from jax import lax
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.gradients import refuse_gradient
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
+@exportable
 class Coded(NamedTuple):
     """Tokens as codes, and what restores them."""
 
@@ -31,7 +33,7 @@ class Chunks:
     shared: memory.Buffer | None  # [B K U C], of the prompt, then of each chunk
     recent: Array  # [B K P H]
     prompt: Array  # i32[B], slots of the prompt
-    settled: Array  # i32[B]
+    num_quantized: Array  # i32[B]
 
     @property
     def slots(self) -> int:
@@ -52,8 +54,8 @@ class ChunkCodec(Codec):
     bits: int = 4
     every: int = 0
 
-    stepwise = True  # what a query sees in low bits depends on its own time
-    any_slot = False  # tokens share a scale, and none of them can leave it
+    sequential_writes = True  # what a query sees in low bits depends on its own time
+    supports_eviction = False  # tokens share a scale, and none of them can leave it
 
     def __post_init__(self):
         quant.check_bits(self.bits, quant.ROW_BITS)
@@ -64,19 +66,23 @@ class ChunkCodec(Codec):
         """Tokens x [B K T H], all of them real, as codes."""
         raise NotImplementedError
 
+    def coded(self, x: Array) -> Coded:
+        """`quantise`, through which no gradient passes."""
+        return self.quantise(refuse_gradient(x, f"codes of {type(self).__name__}"))
+
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Codes uint32[B K n H], each with its own part [B K n A] and its shared one [B K 1|n C] -> [B K n H]."""
         raise NotImplementedError
 
-    def irrevocable(self, stored: Chunks, n: Array) -> Array:
-        return stored.settled
+    def num_committed(self, stored: Chunks, n: Array) -> Array:
+        return stored.num_quantized
 
     def encode(self, x: Array, pos: Array) -> Chunks:
         B, K, S, H = x.shape
         real = jnp.broadcast_to(pos >= 0, (B, K, S))[..., None]
         x = jnp.where(real, x, jnp.zeros((), x.dtype))
         # Empty slots repeat the first token: that changes no minimum and no maximum.
-        coded = self.quantise(jnp.where(real, x, x[:, :, :1]))
+        coded = self.coded(jnp.where(real, x, x[:, :, :1]))
         own = None if coded.own is None else memory.pack(jnp.where(real, coded.own, jnp.zeros((), x.dtype)))
         more = [(0, 0), (0, 0), (0, self.chunks(S)), (0, 0)]
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -89,13 +95,13 @@ class ChunkCodec(Codec):
             n,
         )
 
-    def write(self, stored: Chunks, x: Array, at: Array) -> Chunks:
+    def append(self, stored: Chunks, x: Array, at: Array) -> Chunks:
         """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         due = self.due(stored, at)
         if self.chunks(stored.slots):
 
             def settled(stored: Chunks) -> Chunks:
-                return self.settle(stored, self.quantise(self.full(stored)), due)
+                return self.settle(stored, self.coded(self.full(stored)), due)
 
             stored = lax.cond(due.any(), settled, lambda s: s, stored)
         return self.keep(stored, x, at)
@@ -108,11 +114,11 @@ class ChunkCodec(Codec):
         """bool[B]: the rows whose recent tokens fill a chunk, when the next one goes to slot at i32[B 1]."""
         if not self.every:
             raise KvjaxError(f"{self} holds a prompt and nothing after it; use every=1 or more to hold what is decoded")
-        return at[:, 0] - stored.settled >= self.every
+        return at[:, 0] - stored.num_quantized >= self.every
 
     def full(self, stored: Chunks) -> Array:
         """The tokens of a full chunk as they came, in order: [B K every H]."""
-        order = (stored.settled[:, None] + jnp.arange(self.every, dtype=jnp.int32)[None]) % self.every
+        order = (stored.num_quantized[:, None] + jnp.arange(self.every, dtype=jnp.int32)[None]) % self.every
         return memory.take(stored.recent, order[:, None])
 
     def chunk_of(self, stored: Chunks, slot: Array) -> Array:
@@ -121,14 +127,14 @@ class ChunkCodec(Codec):
 
     def settle(self, stored: Chunks, coded: Coded, due: Array) -> Chunks:
         """The chunk `coded` behind the codes of the rows that are due bool[B]."""
-        at, own, shared = stored.settled[:, None], stored.own, stored.shared
+        at, own, shared = stored.num_quantized[:, None], stored.own, stored.shared
         chunk = 1 + self.chunk_of(stored, at)
         return dataclasses.replace(
             stored,
             codes=memory.append(stored.codes, self._words(coded.codes), at, due),
             own=None if own is None else memory.append(own, coded.own, at, due),
             shared=None if shared is None else memory.append(shared, coded.shared, chunk, due),
-            settled=jnp.where(due, stored.settled + self.every, stored.settled),
+            num_quantized=jnp.where(due, stored.num_quantized + self.every, stored.num_quantized),
         )
 
     def keep(self, stored: Chunks, x: Array, at: Array) -> Chunks:
@@ -143,13 +149,13 @@ class ChunkCodec(Codec):
         own = None if stored.own is None else memory.unpack(stored.own)
         return self._rows(stored, slot, memory.unpack(stored.codes), own)
 
-    def rows(self, stored: Chunks, idx: Array) -> Array:
+    def gather(self, stored: Chunks, idx: Array) -> Array:
         own = None if stored.own is None else memory.rows(stored.own, idx)
         return self._rows(stored, idx, memory.rows(stored.codes, idx), own)
 
     def _rows(self, stored: Chunks, slot: Array, words: Array, own: Array | None) -> Array:
         """The tokens in slots i32[B K n], of which the words and their own parts are given."""
-        settled, shared = stored.settled[:, None, None], stored.shared
+        settled, shared = stored.num_quantized[:, None, None], stored.shared
         if shared is not None:
             shared = memory.rows(shared, jnp.maximum(1 + self.chunk_of(stored, slot), 0))
         codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]

@@ -7,30 +7,27 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.core import attention, memory
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array
 
 
 class Codec:
     """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale.
 
-    A codec is a frozen dataclass with four methods: `encode`, `decode`, `write` and `rows`. The others have a default
-    that follows from these; a codec gives its own where that is faster.
+    A codec is a frozen dataclass with four methods: `encode`, `decode`, `append` and `gather`. The others have a
+    default that follows from these; a codec gives its own where that is faster.
     """
 
-    stepwise = False  # whether fresh tokens must be written one by one
-    any_slot = True  # whether a token can be written to any slot, or leave it; otherwise only behind the last one
-    bare = False  # whether it is given keys without their rotation, and gives them back so
+    sequential_writes = False  # whether fresh tokens must be written one by one
+    # whether a token can be written to any slot, or leave it; otherwise only behind the last one
+    supports_eviction = True
+    pre_rope = False  # whether it is given keys without their rotation, and gives them back so
+    is_smooth = False  # whether what it gives back is a smooth function of what came, which gradients may pass as it is
     by_head = False  # whether it holds each head in a way of its own, so that rows of another cannot take its place
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `begin` wants to see
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `encode_prompt` wants to see
 
-    def at(self, spec: LayerSpec) -> Codec:
-        """The codec in one layer; raises KvjaxError for a layer that it does not fit."""
-        return self
-
-    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
         """`encode` of what a prompt leaves, by a codec that asks for its queries, or goes by them."""
         return self.encode(x, pos)
 
@@ -42,13 +39,13 @@ class Codec:
         """stored -> [B K S H], in device memory."""
         raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
-    def write(self, stored: Any, x: Array, at: Array) -> Any:
-        """Puts x [B K T H] into the slots from at i32[B 1|K] on; an `at` per head only where `any_slot`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `write`")
+    def append(self, stored: Any, x: Array, at: Array) -> Any:
+        """Puts x [B K T H] into the slots from at i32[B 1|K] on; an `at` per head only where `supports_eviction`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `append`")
 
-    def rows(self, stored: Any, idx: Array) -> Array:
+    def gather(self, stored: Any, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H] in device memory; only these move."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `rows`")
+        raise NotImplementedError(f"{type(self).__name__} has no method `gather`")
 
     def load(self, stored: Any) -> Any:
         """stored, in device memory."""
@@ -58,7 +55,7 @@ class Codec:
         """q [B K G T H] against all stored keys (in device memory) -> f32[B K G T S], over the root of H."""
         return attention.scores(q, self.decode(stored))
 
-    def search(self, q: Array, stored: Any) -> Array:
+    def score_in_place(self, q: Array, stored: Any) -> Array:
         """`scores`, computed where the keys lie if the codec can; the base brings them to the device."""
         return self.scores(q, self.load(memory.each(memory.to_device, stored)))
 
@@ -66,13 +63,13 @@ class Codec:
         """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
         return attention.mix(p, self.decode(stored))
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         """n i32[B] tokens in a row -> how many of the first will be held inexactly when the next token is read."""
         return jnp.zeros_like(n)
 
-    def irrevocable(self, stored: Any, n: Array) -> Array:
+    def num_committed(self, stored: Any, n: Array) -> Array:
         """Of n i32[B] tokens in each row, how many of the first can never be taken back: groups hold them for good."""
-        return jnp.zeros_like(n) if self.any_slot else n
+        return jnp.zeros_like(n) if self.supports_eviction else n
 
     def filled(self, stored: Any, num_tokens: int) -> Any:
         """The part of `stored` that its first tokens fill, in a cache with slots for no others; for counting bytes.
@@ -88,7 +85,7 @@ class Codec:
         stores has an entry for each slot as axis 2; one for each page where it is a `ByPage`. Raises KvjaxError for
         pages that it does not fit.
         """
-        return self if self.any_slot else None
+        return self if self.supports_eviction else None
 
     def on_device(self) -> Codec:
         """The same codec without host placement."""
@@ -107,53 +104,56 @@ class ByPage:
 class Plain(Codec):
     """Rows as they are, in the model's dtype, on the device."""
 
+    is_smooth = True
+
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
         return memory.pack(x)
 
     def decode(self, stored: memory.Buffer) -> Array:
         return memory.unpack(stored)
 
-    def write(self, stored: memory.Buffer, x: Array, at: Array) -> memory.Buffer:
+    def append(self, stored: memory.Buffer, x: Array, at: Array) -> memory.Buffer:
         return memory.append(stored, x, at)
 
-    def rows(self, stored: memory.Buffer, idx: Array) -> Array:
+    def gather(self, stored: memory.Buffer, idx: Array) -> Array:
         return memory.rows(stored, idx)
 
-    def search(self, q: Array, stored: memory.Buffer) -> Array:
+    def score_in_place(self, q: Array, stored: memory.Buffer) -> Array:
         return memory.products(stored, q) * q.shape[-1] ** -0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Around(Codec):
+class CodecWrapper(Codec):
     """A codec around another one. What it does not say for itself is as the inner one has it."""
 
     inner: Codec
 
     @property
-    def stepwise(self) -> bool:
-        return self.inner.stepwise
+    def sequential_writes(self) -> bool:
+        return self.inner.sequential_writes
 
     @property
-    def any_slot(self) -> bool:
-        return self.inner.any_slot
+    def supports_eviction(self) -> bool:
+        return self.inner.supports_eviction
 
     @property
-    def bare(self) -> bool:
-        return self.inner.bare
+    def pre_rope(self) -> bool:
+        return self.inner.pre_rope
+
+    @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
 
     @property
     def by_head(self) -> bool:
         return self.inner.by_head
 
     @property
-    def queries(self) -> int | None:
-        return self.inner.queries
+    def num_queries(self) -> int | None:
+        return self.inner.num_queries
 
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, inner=self.inner.at(spec))
-
-    def settled(self, n: Array) -> Array:
-        return self.inner.settled(n)
+    def num_quantized(self, n: Array) -> Array:
+        return self.inner.num_quantized(n)
 
     def on_device(self) -> Codec:
         return dataclasses.replace(self, inner=self.inner.on_device())
@@ -163,7 +163,7 @@ class Around(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Host(Around):
+class Host(CodecWrapper):
     """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
 
     inner: Codec = Plain()
@@ -171,8 +171,8 @@ class Host(Around):
     def __post_init__(self):
         object.__setattr__(self, "inner", self.inner.on_host())
 
-    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Any:
-        return memory.each(memory.to_host, self.inner.begin(x, pos, seen))
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
+        return memory.each(memory.to_host, self.inner.encode_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
         return memory.each(memory.to_host, self.inner.encode(x, pos))
@@ -183,23 +183,23 @@ class Host(Around):
     def load(self, stored: Any) -> Any:
         return self.inner.load(memory.each(memory.to_device, stored))
 
-    def write(self, stored: Any, x: Array, at: Array) -> Any:
-        return self.inner.write(stored, x, at)
+    def append(self, stored: Any, x: Array, at: Array) -> Any:
+        return self.inner.append(stored, x, at)
 
-    def rows(self, stored: Any, idx: Array) -> Array:
-        return self.inner.rows(stored, idx)
+    def gather(self, stored: Any, idx: Array) -> Array:
+        return self.inner.gather(stored, idx)
 
     def scores(self, q: Array, stored: Any) -> Array:
         return self.inner.scores(q, stored)
 
-    def search(self, q: Array, stored: Any) -> Array:
-        return self.inner.search(q, stored)
+    def score_in_place(self, q: Array, stored: Any) -> Array:
+        return self.inner.score_in_place(q, stored)
 
     def mix(self, p: Array, stored: Any) -> Array:
         return self.inner.mix(p, stored)
 
-    def irrevocable(self, stored: Any, n: Array) -> Array:
-        return self.inner.irrevocable(stored, n)
+    def num_committed(self, stored: Any, n: Array) -> Array:
+        return self.inner.num_committed(stored, n)
 
     def filled(self, stored: Any, num_tokens: int) -> Any:
         return self.inner.filled(stored, num_tokens)

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.tier import Tiers
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import gather, slots_where, top
 from kvjax.core.attention import NEG, mix, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
 
 
 @pytree
@@ -31,7 +31,7 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True)
 class SharedDirections(Tiers):
-    """The slot `apart` of pairs of layers, from the layer `start * L` (rounded down) up (MiniCache, section 4).
+    """The slot `side_store` of pairs of layers, from the layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair holds the directions, and hands them up in each step. Those of the share of a head's
     tokens, rounded up, whose keys differ most between both layers stay in the slots of both, exactly.
@@ -40,7 +40,7 @@ class SharedDirections(Tiers):
     t: float = 0.6
     share: float = 0.05
     start: float = 0.5
-    neighbour: int = 0
+    paired_layer: int = 0
 
     def __post_init__(self):
         if not 0 <= self.t <= 1:
@@ -52,43 +52,43 @@ class SharedDirections(Tiers):
 
     def at(self, spec: LayerSpec) -> SharedDirections | None:
         """The lower or the upper layer of a pair; None below the first pair, and in a last layer without another."""
-        place = spec.index - part_of(self.start, spec.layers)
+        place = spec.index - fraction_of(self.start, spec.num_layers)
         lower = place % 2 == 0
-        if place < 0 or (lower and spec.index + 1 == spec.layers):
+        if place < 0 or (lower and spec.index + 1 == spec.num_layers):
             return None
-        return dataclasses.replace(self, neighbour=1 if lower else -1)
+        return dataclasses.replace(self, paired_layer=1 if lower else -1)
 
-    def body(self, kept: int) -> int:
+    def num_main_slots(self, kept: int) -> int:
         """Of so many tokens, an int or i32[B], those that stay exact."""
-        return kept - part_of(1 - self.share, kept)
+        return kept - fraction_of(1 - self.share, kept)
 
-    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Merged]:
+    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Merged]:
         most = self._most(layer, block.pos.shape[2], slots)
-        mine, other = block.clean(), seen.neighbour.clean()
+        mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.body(length))
-        here = slots_where(exact, self.body(most))
+        exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
+        here = slots_where(exact, self.num_main_slots(most))
         there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
         return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
 
-    def _merged(self, layer: Any, mine: Block, other: Block) -> Merged:
+    def _merged(self, layer: Any, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""
         lengths = by_length(mine.k)[0], by_length(mine.v)[0]
-        if self.neighbour < 0:
+        if self.paired_layer < 0:
             return Merged(None, None, *lengths, mine.pos)
         k, v = (between(a, b, self.t).astype(a.dtype) for a, b in ((mine.k, other.k), (mine.v, other.v)))
-        held = layer.as_held(Block(k, v, mine.pos))  # lengths do not change when keys lose their rotation
+        held = layer.as_held(KVBlock(k, v, mine.pos))  # lengths do not change when keys lose their rotation
         return Merged(layer.k.encode(held, mine.pos), layer.v.encode(v, mine.pos), *lengths, mine.pos)
 
-    def opened(self, layer: Any, store: Merged, carry: Any) -> tuple[Merged, Any]:
-        if self.neighbour < 0:
-            k, v = carry
+    def open_pair(self, layer: Any, store: Merged, cross_layer: Any) -> tuple[Merged, Any]:
+        if self.paired_layer < 0:
+            k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
         k, v = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        store: Merged = state.apart
+        store: Merged = state.side_store
 
         def attend(q: Array, q_pos: Array) -> Partial:
             s = scores(q, store.k) * store.k_length[:, :, None, None]
@@ -97,7 +97,7 @@ class SharedDirections(Tiers):
 
         return by_query_blocks(attend, q, q_pos, 512)
 
-    def shown(self, layer: Any, store: Merged) -> None:
+    def visible_block(self, layer: Any, store: Merged) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
 
     def check(self, layer: Any) -> None:
@@ -115,13 +115,13 @@ class SharedDirections(Tiers):
                 not isinstance(m.read, Full),
                 "it chooses among the slots, and most tokens are held as directions",
             ),
-            ("k", m.k.queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
-            ("v", m.v.queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
+            ("k", m.k.num_queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
+            ("v", m.v.num_queries != 0, "it goes by one layer's queries, and the directions are those of two layers"),
         )
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `apart` shares directions between two layers and cannot work with slot `{name}`, "
+                    f"slot `side_store` shares directions between two layers and cannot work with slot `{name}`, "
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
 

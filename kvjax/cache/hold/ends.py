@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.binding import bind_component
 from kvjax.cache.hold.codecs import Codec, Plain
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import KvjaxError
 
 
@@ -24,9 +25,13 @@ class Ends(Codec):
         if self.layers < 0:
             raise KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
 
+    @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
+
     def at(self, spec: LayerSpec) -> Codec:
-        exact = min(self.layers, spec.layers // 2)
-        return self.inner.at(spec) if exact <= spec.index < spec.layers - exact else Plain()
+        exact = min(self.layers, spec.num_layers // 2)
+        return bind_component(self.inner, spec) if exact <= spec.index < spec.num_layers - exact else Plain()
 
     def on_device(self) -> Codec:
         return Ends(self.inner.on_device(), self.layers)

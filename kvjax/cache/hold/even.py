@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.rows import Quantiser, scale_of
-from kvjax.core.types import Array
+from kvjax.core.types import Array, exportable
 
 
+@exportable
 class Even(NamedTuple):
     """A row in even steps."""
 

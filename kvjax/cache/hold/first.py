@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.codecs import Around
+from kvjax.cache.hold.codecs import CodecWrapper
 from kvjax.core import attention, memory
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KvjaxError, pytree
 
 
@@ -22,7 +22,7 @@ class Headed:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstExact(Around):
+class FirstExact(CodecWrapper):
     """The first `count` slots exactly, and those behind them as `inner` holds them.
 
     Attention sinks are among a text's first tokens, and their keys are unlike all others (KVQuant, Hooper et al. 2024,
@@ -35,22 +35,22 @@ class FirstExact(Around):
         if self.count < 0:
             raise KvjaxError(f"the first tokens that are held exactly must be 0 or more, got {self.count}; 1 is usual")
 
-    def begin(self, x: Array, pos: Array, seen: Obs | None) -> Headed:
-        return Headed(self.inner.begin(x, pos, seen), self._first(x, pos))
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Headed:
+        return Headed(self.inner.encode_prompt(x, pos, observation), self._first(x, pos))
 
     def encode(self, x: Array, pos: Array) -> Headed:
         return Headed(self.inner.encode(x, pos), self._first(x, pos))
 
-    def write(self, stored: Headed, x: Array, at: Array) -> Headed:
+    def append(self, stored: Headed, x: Array, at: Array) -> Headed:
         # What lies behind the first slots is dropped.
-        return Headed(self.inner.write(stored.rows, x, at), memory.put(stored.first, x, at))
+        return Headed(self.inner.append(stored.rows, x, at), memory.put(stored.first, x, at))
 
     def decode(self, stored: Headed) -> Array:
         others = self.inner.decode(stored.rows)[:, :, stored.first.shape[2] :]
         return jnp.concatenate([stored.first, others], 2)
 
-    def rows(self, stored: Headed, idx: Array) -> Array:
-        others, places = self.inner.rows(stored.rows, idx), stored.first.shape[2]
+    def gather(self, stored: Headed, idx: Array) -> Array:
+        others, places = self.inner.gather(stored.rows, idx), stored.first.shape[2]
         if not places:
             return others
         exact = memory.take(stored.first, jnp.clip(idx, 0, places - 1))
@@ -69,8 +69,8 @@ class FirstExact(Around):
         others = self.inner.mix(jnp.where(first[None, None, None, None], 0.0, p), stored.rows)
         return others + attention.mix(p[..., :places], stored.first)
 
-    def irrevocable(self, stored: Headed, n: Array) -> Array:
-        return self.inner.irrevocable(stored.rows, n)
+    def num_committed(self, stored: Headed, n: Array) -> Array:
+        return self.inner.num_committed(stored.rows, n)
 
     def _first(self, x: Array, pos: Array) -> Array:
         """Of x [B K S H] the first slots, zeros in empty ones."""

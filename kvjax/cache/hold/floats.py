@@ -10,11 +10,12 @@ from jax import lax
 
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.rows import Quantiser, scale_of
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array, KvjaxError, exportable
 
 EIGHT_BITS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
+@exportable
 class Small(NamedTuple):
     """A row of numbers of eight bits each."""
 
@@ -50,6 +51,7 @@ class Fp8(Quantiser):
         return x if coded.scale is None else x * coded.scale
 
 
+@exportable
 class Blocks(NamedTuple):
     """A row as blocks of mantissas."""
 

@@ -15,6 +15,7 @@ from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import ByPage, Codec
 from kvjax.core import attention, memory
+from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products
 from kvjax.core.kernels.packed import Codes
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError, pytree
@@ -28,7 +29,7 @@ class Packed:
     scale: memory.Buffer  # [B K S/group H] per channel, or [B K S H/group] per token
     lo: memory.Buffer  # as scale
     recent: Array  # [B K P H]
-    settled: Array  # i32[B]
+    num_quantized: Array  # i32[B]
     slots: int = dataclasses.field(metadata={"static": True})  # of the cache; codes have room for those that may settle
 
 
@@ -51,8 +52,8 @@ class Kivi(Codec):
     one_bit: str = "improved"
     packed: str = "tokens"
 
-    stepwise = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
-    any_slot = False  # a group of tokens shares its scale, and none of them can leave it
+    sequential_writes = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
+    supports_eviction = False  # a group of tokens shares its scale, and none of them can leave it
 
     def __post_init__(self):
         if self.bits not in quant.BITS:
@@ -97,28 +98,28 @@ class Kivi(Codec):
     def in_pages(self, page: int) -> PageGroups:
         if self.axis == "channel" and page % self.group:
             raise IncompatibleMethod(
-                f"slot `apart` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys (slot "
-                f"`k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides the "
-                f"heads, or kivi:group={math.gcd(page, self.group)}"
+                f"slot `side_store` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys "
+                f"(slot `k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides "
+                f"the heads, or kivi:group={math.gcd(page, self.group)}"
             )
         return PageGroups(self, page)
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
         if self.axis == "channel":
             return n // self.residual * self.residual
         return jnp.maximum(n - self.residual, 0)
 
-    def irrevocable(self, stored: Packed, n: Array) -> Array:
+    def num_committed(self, stored: Packed, n: Array) -> Array:
         """Codes stay codes: a row keeps those that it has, and the residual that fewer tokens would not have left."""
         if self.axis == "channel":
-            return stored.settled
-        return jnp.where(stored.settled > 0, stored.settled + self.residual, 0)
+            return stored.num_quantized
+        return jnp.where(stored.num_quantized > 0, stored.num_quantized + self.residual, 0)
 
     def encode(self, x: Array, pos: Array) -> Packed:
         self.check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        settled, slots = self.settled(n), x.shape[2]
+        settled, slots = self.num_quantized(n), x.shape[2]
         recent = memory.take(_resized(x, max(slots, 1), 2), self._held(settled, n)[:, None])
         x = _resized(x, self.room(slots), 2)
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
@@ -142,10 +143,10 @@ class Kivi(Codec):
         recent = stored.recent[:, :, :num_tokens]
         return recent if num_tokens < self.places else dataclasses.replace(stored, recent=recent)
 
-    def write(self, stored: Packed, x: Array, at: Array) -> Packed:
+    def append(self, stored: Packed, x: Array, at: Array) -> Packed:
         """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         at = at[:, 0]
-        due = at - stored.settled >= self.places
+        due = at - stored.num_quantized >= self.places
         if self.axis == "token":
             stored = self._flush(stored, due)
         elif self.leaves <= self.room(stored.slots):  # a shorter cache stays in the window
@@ -153,7 +154,7 @@ class Kivi(Codec):
         return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.places)[:, None]))
 
     def _flush(self, stored: Packed, due: Array) -> Packed:
-        at, count = stored.settled, self.leaves
+        at, count = stored.num_quantized, self.leaves
         leaving = stored.recent
         if count < self.places:
             leaving = memory.take(leaving, (at % self.places)[:, None, None])
@@ -184,16 +185,16 @@ class Kivi(Codec):
         held = _resized(held, S, 2)
         slot = jnp.arange(S, dtype=jnp.int32)[None]
         newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
-        return jnp.where((slot < stored.settled[:, None])[:, None, :, None], held, newest)
+        return jnp.where((slot < stored.num_quantized[:, None])[:, None, :, None], held, newest)
 
-    def rows(self, stored: Packed, idx: Array) -> Array:
+    def gather(self, stored: Packed, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
         newest = memory.take(stored.recent, idx % self.places)
-        settled = (idx < stored.settled[:, None, None])[..., None]
+        settled = (idx < stored.num_quantized[:, None, None])[..., None]
         return jnp.where(settled, self.coded_rows(stored, idx), newest)
 
     def coded_rows(self, stored: Any, idx: Array) -> Array:
-        """`rows` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
+        """`gather` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
         in_words = idx if self.packed == "channels" else idx // self.per
         codes = memory.rows(stored.codes, in_words)
         if self.packed == "channels":
@@ -226,7 +227,7 @@ class Kivi(Codec):
         else:
             piece = functools.partial(self._piece, stored)
             out = pieces.mix(held, stored.recent.shape[3], self._piece_size(stored), piece)
-        slot = self._held(stored.settled)
+        slot = self._held(stored.num_quantized)
         newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
         newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
         return out + attention.mix(newest, stored.recent.astype(jnp.float32))
@@ -270,6 +271,7 @@ class Kivi(Codec):
     def quantise(self, x: Array) -> tuple[Array, Array, Array]:
         """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
         B, K, T, H = x.shape
+        x = refuse_gradient(x, f"codes of {type(self).__name__}")
         if self.axis == "token":
             codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
@@ -285,7 +287,7 @@ class Kivi(Codec):
 
     def _is_settled(self, stored: Packed, S: int) -> Array:
         slot = jnp.arange(S, dtype=jnp.int32)[None]
-        return (slot < stored.settled[:, None])[:, None, None, None]
+        return (slot < stored.num_quantized[:, None])[:, None, None, None]
 
     @property
     def _word_axis(self) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerState
 from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.protocol import LayerState
 from kvjax.cache.read import fused
 from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed
-from kvjax.core.types import Array, Block, Partial
+from kvjax.core.types import Array, KVBlock, Partial
 
 
 def fits(k: Any, v: Any) -> bool:
@@ -24,7 +24,7 @@ def fits(k: Any, v: Any) -> bool:
 def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
     k, v, window = layer.k, layer.v, layer.spec.window
-    settled = jnp.minimum(state.k.settled, state.v.settled)
+    settled = jnp.minimum(state.k.num_quantized, state.v.num_quantized)
     interpret = jax.default_backend() != "gpu"
     k_codes, v_codes = k.codes(state.k), v.codes(state.v)
     S = k_codes.words.shape[2] * k.per
@@ -35,7 +35,7 @@ def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
     inside = idx < state.pos.shape[2]
     at = jnp.broadcast_to(jnp.minimum(idx, state.pos.shape[2] - 1), (*q.shape[:2], v.places))
     pos = jnp.where(inside, jnp.take_along_axis(state.pos, at[:, : state.pos.shape[1]], 2), -1)
-    newest = Block(k.rows(state.k, at), v.rows(state.v, at), pos)
+    newest = KVBlock(k.gather(state.k, at), v.gather(state.v, at), pos)
     return combine(body, attend_dense(q, newest, q_pos, window))
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.rows import Quantiser
-from kvjax.core.types import Array
+from kvjax.core.types import Array, exportable
 
 
+@exportable
 class Direction(NamedTuple):
     """A row as the codes of its direction, and its length."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.given import Given
 from kvjax.cache.hold.bases import group_size, in_groups, products
 from kvjax.cache.hold.codecs import Codec
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KvjaxError, pytree
@@ -40,14 +42,15 @@ class LowRank(Codec):
     spec: LayerSpec | None = None  # of the layer, from `at`
 
     by_head = True
+    is_smooth = True
 
     @property
-    def any_slot(self) -> bool:
+    def supports_eviction(self) -> bool:
         return self.heads == 1  # a slot of heads together cannot be written for one of them
 
     def at(self, spec: LayerSpec) -> Codec:
         group_size(self.heads, spec)
-        return dataclasses.replace(self, spec=spec)
+        return dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
 
     def directions(self, x: Array) -> tuple[Array, Array | None]:
         """Of a prompt's rows [B K S H], zeros in empty slots: the basis and the mean of `Low`."""
@@ -58,14 +61,14 @@ class LowRank(Codec):
         basis, mean = self.directions(x)
         return Low(memory.pack(self._coordinates(x, basis, mean)), basis, mean)
 
-    def write(self, stored: Low, x: Array, at: Array) -> Low:
+    def append(self, stored: Low, x: Array, at: Array) -> Low:
         new = self._coordinates(x, stored.basis, stored.mean)
         return dataclasses.replace(stored, rows=memory.append(stored.rows, new, at))
 
     def decode(self, stored: Low) -> Array:
         return self._expanded(self._all(stored), stored)
 
-    def rows(self, stored: Low, idx: Array) -> Array:
+    def gather(self, stored: Low, idx: Array) -> Array:
         if self.heads == 1:
             return self._expanded(memory.rows(stored.rows, idx), stored)
         K, every = idx.shape[1], over_heads.gather(idx)  # each head has a part of what any of them asks for
@@ -91,7 +94,7 @@ class LowRank(Codec):
         out = _product(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n
 
     def _coordinates(self, x: Array, basis: Array, mean: Array | None) -> Array:
@@ -101,7 +104,7 @@ class LowRank(Codec):
         if self.heads == 1:
             return own.astype(x.dtype)
         B, K, T, r = own.shape
-        size, every = group_size(self.heads, self.spec), self.spec.kv_heads
+        size, every = group_size(self.heads, self.spec), self.spec.num_kv_heads
         member = self._groups(K)[:, None] == jnp.arange(every // size, dtype=jnp.int32)[None]
         sums = jnp.einsum("bktr,ku->btur", own, member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         parts = over_heads.sum(sums[:, None]).reshape(B, T, every, r // size)
@@ -148,7 +151,7 @@ class FromTable(LowRank):
             raise KvjaxError(f"the share of directions that are held must lie in (0, 1], got {self.share}")
 
     @property
-    def bare(self) -> bool:
+    def pre_rope(self) -> bool:
         return self.of == "bare_keys"
 
     def at(self, spec: LayerSpec) -> Codec:
@@ -158,11 +161,11 @@ class FromTable(LowRank):
 
     def _given(self) -> tuple[np.ndarray, np.ndarray]:
         """The first directions f32[K H r], and the mean f32[K H]."""
-        K, H, size = self.spec.kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
+        K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
         basis, mean = self.table.of(self.spec, **shapes).values()
-        rank = size * max(part_of(self.share, H), 1)
+        rank = size * max(fraction_of(self.share, H), 1)
         if rank > basis.shape[2]:
             raise KvjaxError(
                 f"the table of {self.table.kind} in {self.table.path} has {basis.shape[2]} directions of {self.of}, "
@@ -180,27 +183,47 @@ class Fitted(LowRank):
     """The directions in which a prompt's own rows are longest: their right singular vectors.
 
     They are the eigenvectors of the rows' outer products, summed over the tokens, so that no S x S array is made. rank:
-    at most so many of them, in equal parts for the heads of a group, which are rounded up. bare: whether it holds
+    at most so many of them, in equal parts for the heads of a group, which are rounded up. pre_rope: whether it holds
     keys without their rotation. Rows that are written later are projected on the same directions.
     """
 
     rank: int = 160
-    bare: bool = False
+    pre_rope: bool = False
 
     def directions(self, x: Array) -> tuple[Array, None]:
         vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
-        by_head = leading.reshape(B, self.spec.kv_heads, H, -1)
+        by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
         return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
 
 
+@jax.custom_jvp
 def _eigenvectors(x: Array) -> Array:
     """Of symmetric matrices x f32[B U C C], as columns, by rising eigenvalue."""
+    return _eigen(x)[1]
+
+
+@_eigenvectors.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """dV = V F, with F_ij = v_i dx v_j / (l_j - l_i), and 0 where both eigenvalues are equal but for rounding.
+
+    A prompt of fewer tokens than channels has many that are zero. Directions among equal ones are arbitrary, and rows
+    that are projected on all of them, or on none, do not depend on that; the quotient would be rounding alone.
+    """
+    values, vectors = _eigen(primals[0])
+    gap = values[..., None, :] - values[..., :, None]
+    noise = 1e-5 * jnp.abs(values).max(-1)[..., None, None]
+    turned = jnp.where(jnp.abs(gap) > noise, _product(vectors.swapaxes(2, 3), _product(tangents[0], vectors)), 0.0)
+    return vectors, _product(vectors, turned / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
+
+
+def _eigen(x: Array) -> tuple[Array, Array]:
+    """Eigenvalues f32[B U C], rising, and eigenvectors as columns [B U C C]."""
     # One at a time: on a CPU a batch is divided among threads, and devices that wait for each other may hold them all.
-    each = lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1], x.reshape(-1, *x.shape[2:]))
-    return each.reshape(x.shape)
+    values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[2:]))
+    return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
 
 
 def _product(x: Array, y: Array) -> Array:

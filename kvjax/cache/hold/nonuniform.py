@@ -10,11 +10,12 @@ from statistics import NormalDist
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.given import Given
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.chunks import ChunkCodec, Coded
 from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.tables import Kind, table
 from kvjax.core.types import Array, KvjaxError
 
@@ -61,7 +62,7 @@ class NonUniform(ChunkCodec):
             quant.check_bits(self.bits, NORMAL_BITS)
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = dataclasses.replace(self, spec=spec)
+        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
         bound._levels()  # a table that does not fit is told when the method is bound
         return bound
 

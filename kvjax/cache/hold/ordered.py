@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.hold.codecs import Around, Codec
+from kvjax.cache.hold.codecs import Codec, CodecWrapper
 from kvjax.core.types import Array, pytree
 
 
@@ -21,7 +20,7 @@ class InOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Around):
+class Ordered(CodecWrapper):
     """Another codec, for rows whose channels have been put in the order of their size, the largest first.
 
     The order is that of each row and head: by the root of the sum of squares over the tokens of a prompt, and it stays
@@ -29,22 +28,19 @@ class Ordered(Around):
     Queries are put in that order where they meet keys, and mixed values are put back: products do not change.
     """
 
-    def at(self, spec: LayerSpec) -> Codec:
-        return Ordered(self.inner.at(spec))
-
     def encode(self, x: Array, pos: Array) -> InOrder:
         real = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype)).astype(jnp.float32)
         order = jnp.argsort(-jnp.square(real).sum(2), axis=-1, stable=True).astype(jnp.int32)
         return InOrder(self.inner.encode(_put(x, order), pos), order)
 
-    def write(self, stored: InOrder, x: Array, at: Array) -> InOrder:
-        return InOrder(self.inner.write(stored.rows, _put(x, stored.order), at), stored.order)
+    def append(self, stored: InOrder, x: Array, at: Array) -> InOrder:
+        return InOrder(self.inner.append(stored.rows, _put(x, stored.order), at), stored.order)
 
     def decode(self, stored: InOrder) -> Array:
         return _put_back(self.inner.decode(stored.rows), stored.order)
 
-    def rows(self, stored: InOrder, idx: Array) -> Array:
-        return _put_back(self.inner.rows(stored.rows, idx), stored.order)
+    def gather(self, stored: InOrder, idx: Array) -> Array:
+        return _put_back(self.inner.gather(stored.rows, idx), stored.order)
 
     def load(self, stored: InOrder) -> InOrder:
         return InOrder(self.inner.load(stored.rows), stored.order)
@@ -52,14 +48,14 @@ class Ordered(Around):
     def scores(self, q: Array, stored: InOrder) -> Array:
         return self.inner.scores(_put(q, stored.order), stored.rows)
 
-    def search(self, q: Array, stored: InOrder) -> Array:
-        return self.inner.search(_put(q, stored.order), stored.rows)
+    def score_in_place(self, q: Array, stored: InOrder) -> Array:
+        return self.inner.score_in_place(_put(q, stored.order), stored.rows)
 
     def mix(self, p: Array, stored: InOrder) -> Array:
         return _put_back(self.inner.mix(p, stored.rows), stored.order)
 
-    def irrevocable(self, stored: InOrder, n: Array) -> Array:
-        return self.inner.irrevocable(stored.rows, n)
+    def num_committed(self, stored: InOrder, n: Array) -> Array:
+        return self.inner.num_committed(stored.rows, n)
 
     def on_device(self) -> Codec:
         return Ordered(self.inner.on_device())

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.select.represent import check_share, part_of
+from kvjax.cache.select.representatives import check_share, fraction_of
 from kvjax.cache.select.units import slots_where, top
 from kvjax.core import memory
 from kvjax.core.types import Array, pytree
@@ -30,7 +30,7 @@ class Outliers:
 
     def on_a_side(self, length: Array | int) -> Array | int:
         """How many of the largest, and of the smallest, of so many numbers are outliers."""
-        return part_of(self.share / 2, length)
+        return fraction_of(self.share / 2, length)
 
     def places(self, length: int) -> int:
         """Outliers of a vector of so many numbers."""

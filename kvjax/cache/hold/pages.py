@@ -11,22 +11,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.codecs import ByPage
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.ranking import Counted
-from kvjax.cache.select.shares import SHARED_ROUNDING, HeadShares
+from kvjax.cache.select.budget_allocation import SHARED_ROUNDING, HeadBudgets
+from kvjax.cache.select.ranking import BestOfLayer, Counted
+from kvjax.cache.side_store import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, attend_dense, mix, visible
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial, pytree
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
 
 FEW_QUERIES = 16
 """Queries of a head up to which short pages are read with their logits side by side."""
@@ -47,7 +48,7 @@ class Shelves:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pages(Apart):
+class Pages(SideStore):
     """Each head keeps as many of the prompt's tokens as `share` gives it, in pages of `page` slots.
 
     The slots hold what is decoded, of all heads alike. Bytes are those of whole pages: K times the budget, and less
@@ -55,7 +56,7 @@ class Pages(Apart):
     prompt counts by the width that prompts are padded to.
     """
 
-    share: HeadShares
+    share: HeadBudgets
     page: int = 16
     slots_per_head: int | None = None  # in the mean, where they were counted after all layers had seen the prompt
     by_head = True
@@ -64,25 +65,29 @@ class Pages(Apart):
         if self.page < 1:
             raise KvjaxError(f"a page has at least 1 slot, got page={self.page}; use 16")
 
-    def body(self, kept: int) -> int:
+    def num_main_slots(self, kept: int) -> int:
         """None of the prompt's tokens stay in the slots."""
         return 0
 
-    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Shelves]:
+    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Shelves]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
-        most = select.most_of(block.pos.shape[2], layer.spec)
-        share = self.share.at(layer.spec)
-        if seen is not None and seen.keep is not None:
-            share = Counted(seen.keep, select.unit.size)
-        kept = layer.selected(block, seen, most, share)
-        nothing = Block(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
+        most, share = select.most_of(block.pos.shape[2]), self.share
+        if observation is not None and observation.num_kept is not None:
+            share = Counted(observation.num_kept, select.unit.size)
+        kept = layer.selected(block, observation, most, share)
+        nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
 
-    def bind_budget(self, method: Any, spec: LayerSpec) -> Any:
+    @property
+    def after_prompt(self) -> Pages:
+        """Pages that any rule may have divided: heads of unequal length are read alike, whatever made them so."""
+        return dataclasses.replace(self, share=BestOfLayer(), slots_per_head=None)
+
+    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> Any:
         """The method with the selection and the rule that the rule makes of them in this layer."""
-        select, share = self.share.bind_budget(method, spec)
-        return dataclasses.replace(method, select=select, apart=dataclasses.replace(self, share=share))
+        select, share = self.share.bind_budget(method, budget, spec)
+        return dataclasses.replace(method, select=select, side_store=dataclasses.replace(self, share=share))
 
     def _known_pages(self, longest: int) -> np.ndarray | None:
         """i64[longest + 1]: pages that all heads own together of prompts of 0..longest tokens, where that is known."""
@@ -91,11 +96,11 @@ class Pages(Apart):
 
     def _pages(self, layer: Any, most: int, width: int) -> int:
         """Pages of a shelf for prompts of up to `width` tokens, of which each head keeps `most` in the mean."""
-        K = layer.spec.kv_heads
+        K = layer.spec.num_kv_heads
         if (known := self._known_pages(width)) is not None:
             return int(-(-known.max() // K))
         pages = -(-(K * (most + self.page - 1) // self.page) // K)
-        if layer.method.shares is None:
+        if layer.method.layer_budgets is None:
             return pages
         if self.slots_per_head is not None:
             return -(-self.slots_per_head // self.page)
@@ -108,9 +113,9 @@ class Pages(Apart):
     def slots_for(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
         pages = (-(-tokens // self.page)).sum(1).max()
-        return int(-(-pages // tokens.shape[1])) * self.page
+        return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def _shelved(self, layer: Any, kept: Block, pages: int) -> Shelves:
+    def _shelved(self, layer: Any, kept: KVBlock, pages: int) -> Shelves:
         """Heads with their tokens at the front -> the shelves of this device, so many pages each.
 
         Each device sees for once what the heads of all devices keep.
@@ -135,7 +140,7 @@ class Pages(Apart):
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Each page by the queries of its owner, then the pages of each head as one."""
-        store: Shelves = state.apart
+        store: Shelves = state.side_store
         layer, (B, here) = self._in_pages(layer), q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
@@ -144,7 +149,7 @@ class Pages(Apart):
 
         bias = None if store.bias is None else paged(store.bias)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
-        block = Block(paged(keys), paged(values), paged(store.pos), bias)
+        block = KVBlock(paged(keys), paged(values), paged(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
             every = over_heads.gather(q)
@@ -182,7 +187,9 @@ class Pages(Apart):
         """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
         R = store.pos.shape[2]
         total = bytes_beyond(store, R, [count * self.page for count in pages])
-        codes = [x for x in (store.k, store.v) if isinstance(x, ByPage) and self.page > 1]
+        # A codec around another one holds its pages within what it stores.
+        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, ByPage))
+        codes = [x for x in held if isinstance(x, ByPage) and self.page > 1]
         of_pages = bytes_beyond(codes, R // self.page, pages)
         return {kind: size + of_pages[kind] for kind, size in total.items()}
 
@@ -193,26 +200,30 @@ class Pages(Apart):
         mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
         return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
 
-    def shown(self, layer: Any, store: Shelves) -> Block:
+    def visible_block(self, layer: Any, store: Shelves) -> KVBlock:
         """All shelves in a row, for each head."""
         layer = self._in_pages(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
-        return Block(k, v, self.positions(store))
+        return KVBlock(k, v, self.positions(store))
 
     def check(self, layer: Any) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         m = layer.method
         if m.select is None:
             raise IncompatibleMethod(
-                f"{self.share} (slot `apart`) divides what a selection keeps among the heads and has none to stand on; "
-                "compose it with one, as in 'snapkv:budget=256 + adakv'"
+                f"{self.share} (slot `side_store`) divides what a selection keeps among the heads and has none to "
+                "stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
             ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
-            ("shares", m.shares is not None and not m.shares.by_head, "it gives all heads of a layer equally many"),
+            (
+                "layer_budgets",
+                m.layer_budgets is not None and not m.layer_budgets.by_head,
+                "it gives all heads of a layer equally many",
+            ),
             ("decode", m.decode is not None, "a policy takes tokens out of the slots, and the prompt's lie in pages"),
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
             ("k", m.k.in_pages(self.page) is None, mixed),
@@ -223,11 +234,10 @@ class Pages(Apart):
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `apart` gives heads unequal lengths and cannot work with slot `{name}`, "
+                    f"slot `side_store` gives heads unequal lengths and cannot work with slot `{name}`, "
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out, or let every head keep "
                     "equally many tokens (level=head, where it has a `level`)"
                 )
-        self.share.at(layer.spec)
 
 
 def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
@@ -246,7 +256,7 @@ def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
     return jnp.where(used, owner, -1), slot.reshape(*owner.shape[:2], -1)
 
 
-def _attend_side_by_side(q: Array, block: Block, q_pos: Array, window: int | None) -> Partial:
+def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | None) -> Partial:
     """`attend_dense` of pages as heads, q [B P G T H], with the logits of all pages in one row for each query."""
     B, P, G, T, H = q.shape
     dims = (((3,), (3,)), ((0, 1), (0, 1)))  # keys first: as the second operand XLA:CPU would transpose them
@@ -255,7 +265,7 @@ def _attend_side_by_side(q: Array, block: Block, q_pos: Array, window: int | Non
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
     s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
-    m = s.reshape(B, G, T, P, -1).max(-1)
+    m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
     p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core import attention
+from kvjax.core.mesh import vary
 from kvjax.core.types import Array
 
 PIECE, CHUNK = 2**21, 2048  # numbers, and slots at most, decoded at a time: none of it goes through main memory
@@ -65,7 +66,7 @@ def mix(p: Array, H: int, size: Size, decode: Decode) -> Array:
         def step(acc, i):
             return (acc + piece(row, i * size.slots, size.slots), None)
 
-        zero = jnp.zeros((size.rows, G, T, H))
+        zero = vary(jnp.zeros((size.rows, G, T, H)))
         out = lax.scan(step, zero, jnp.arange(slots // size.slots, dtype=jnp.int32))[0]
         left = slots % size.slots
         return out + piece(row, slots - left, left) if left else out

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.codecs import Around
+from kvjax.cache.hold.codecs import CodecWrapper
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, KvjaxError, pytree
 
@@ -22,7 +22,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent(Around):
+class Recent(CodecWrapper):
     """The last `window` slots are read exactly, a query's own included, and all before them from `inner`.
 
     A token is held by both as soon as it comes, and its exact copy is overwritten when it leaves the window.
@@ -30,8 +30,8 @@ class Recent(Around):
 
     window: int = 32
 
-    stepwise = True  # what a query sees exactly depends on its own time
-    any_slot = False  # the window is counted in slots
+    sequential_writes = True  # what a query sees exactly depends on its own time
+    supports_eviction = False  # the window is counted in slots
 
     def __post_init__(self):
         if self.window < 1:
@@ -43,17 +43,17 @@ class Recent(Around):
         newest = jnp.where((slot >= 0)[..., None], memory.take(x, jnp.maximum(slot, 0)), jnp.zeros((), x.dtype))
         return Window(self.inner.encode(x, pos), newest, n)
 
-    def write(self, stored: Window, x: Array, at: Array) -> Window:
+    def append(self, stored: Window, x: Array, at: Array) -> Window:
         newest = memory.put(stored.newest, x, at % stored.newest.shape[2])
-        return Window(self.inner.write(stored.every, x, at), newest, at[:, 0] + x.shape[2])
+        return Window(self.inner.append(stored.every, x, at), newest, at[:, 0] + x.shape[2])
 
     def decode(self, stored: Window) -> Array:
         rows = self.inner.decode(stored.every)
         slot = jnp.arange(rows.shape[2], dtype=jnp.int32)[None, None]
         return self._with_newest(stored, rows, jnp.broadcast_to(slot, rows.shape[:3]))
 
-    def rows(self, stored: Window, idx: Array) -> Array:
-        return self._with_newest(stored, self.inner.rows(stored.every, idx), idx)
+    def gather(self, stored: Window, idx: Array) -> Array:
+        return self._with_newest(stored, self.inner.gather(stored.every, idx), idx)
 
     def load(self, stored: Window) -> Window:
         return dataclasses.replace(stored, every=self.inner.load(stored.every))
@@ -73,7 +73,7 @@ class Recent(Around):
         new = jnp.where(self._is_new(stored, held)[:, :, None, None], jnp.take_along_axis(p, at, 4), 0.0)
         return old + attention.mix(new, stored.newest)
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return jnp.maximum(n + 1 - self.window, 0)
 
     def _is_new(self, stored: Window, slot: Array) -> Array:

@@ -44,15 +44,15 @@ class Residual(Codec):
     rank: int = 4
     later: int = 2
 
-    stepwise = True  # what a query sees in low bits depends on its own time
-    any_slot = False  # tokens share what they are made of, and none of them can leave it
+    sequential_writes = True  # what a query sees in low bits depends on its own time
+    supports_eviction = False  # tokens share what they are made of, and none of them can leave it
 
     def __post_init__(self):
         if min(self.rank, self.later) < 1:
             raise KvjaxError(f"ranks must be 1 or more, got {self.rank} and {self.later}; GEAR uses 4 and 2")
 
-    def irrevocable(self, stored: Mended, n: Array) -> Array:
-        return self.backbone.irrevocable(stored.coded, n)
+    def num_committed(self, stored: Mended, n: Array) -> Array:
+        return self.backbone.num_committed(stored.coded, n)
 
     def encode(self, x: Array, pos: Array) -> Mended:
         B, K, S, H = x.shape
@@ -71,7 +71,7 @@ class Residual(Codec):
             jnp.zeros((B, K, chunks, H * later), x.dtype),
         )
 
-    def write(self, stored: Mended, x: Array, at: Array) -> Mended:
+    def append(self, stored: Mended, x: Array, at: Array) -> Mended:
         """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         due = self.backbone.due(stored.coded, at)
         if self.backbone.chunks(stored.coded.slots):
@@ -80,9 +80,9 @@ class Residual(Codec):
 
     def _settle(self, stored: Mended, due: Array) -> Mended:
         """The full chunks of rows that are due bool[B] as codes, with what they miss."""
-        x, at, slots = self.backbone.full(stored.coded), stored.coded.settled[:, None], stored.coded.slots
+        x, at, slots = self.backbone.full(stored.coded), stored.coded.num_quantized[:, None], stored.coded.slots
         out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        coded = self.backbone.quantise(others)
+        coded = self.backbone.coded(others)
         error = _error(x, self.backbone.restore(*coded), ~out)
         coordinates, directions = self._factors(error, self.later, x.dtype)
         chunk = self.backbone.chunk_of(stored.coded, at)
@@ -101,14 +101,14 @@ class Residual(Codec):
         slot = jnp.arange(rows.shape[2], dtype=jnp.int32)[None, None]
         return self._mended(stored, rows, jnp.broadcast_to(slot, rows.shape[:3]))
 
-    def rows(self, stored: Mended, idx: Array) -> Array:
-        return self._mended(stored, self.backbone.rows(stored.coded, idx), idx)
+    def gather(self, stored: Mended, idx: Array) -> Array:
+        return self._mended(stored, self.backbone.gather(stored.coded, idx), idx)
 
     def _mended(self, stored: Mended, rows: Array, slot: Array) -> Array:
         """Rows [B K n H] as the codes of slots i32[B K n] have them, with what they miss."""
         whole = (rows.astype(jnp.float32) + self._low_rank(stored, slot)).astype(rows.dtype)
         whole = self.outliers.restored(stored.outliers, whole, slot, stored.coded.slots)
-        return jnp.where((slot < stored.coded.settled[:, None, None])[..., None], whole, rows)
+        return jnp.where((slot < stored.coded.num_quantized[:, None, None])[..., None], whole, rows)
 
     def _low_rank(self, stored: Mended, slot: Array) -> Array:
         """Of these slots, the rows of L: f32[B K n H]."""

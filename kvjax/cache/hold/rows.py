@@ -14,7 +14,8 @@ from kvjax.cache.hold import pieces
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.gradients import refuse_gradient
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
 class Quantiser:
@@ -32,6 +33,7 @@ class Quantiser:
         """Raises KvjaxError for a head size that it cannot code."""
 
 
+@exportable
 class Words(NamedTuple):
     """A row as integer codes."""
 
@@ -134,11 +136,11 @@ class Rows(Codec):
     def decode(self, stored: Coded) -> Array:
         return self._plain(memory.each(memory.unpack, stored.parts), stored.dtype)
 
-    def write(self, stored: Coded, x: Array, at: Array) -> Coded:
+    def append(self, stored: Coded, x: Array, at: Array) -> Coded:
         parts = memory.each(lambda held, new: memory.append(held, new, at), stored.parts, self._coded(x))
         return dataclasses.replace(stored, parts=parts)
 
-    def rows(self, stored: Coded, idx: Array) -> Array:
+    def gather(self, stored: Coded, idx: Array) -> Array:
         return self._plain(memory.each(lambda held: memory.rows(held, idx), stored.parts), stored.dtype)
 
     def scores(self, q: Array, stored: Coded) -> Array:
@@ -152,12 +154,12 @@ class Rows(Codec):
         size = pieces.size_of(*_rows_and_slots(stored), stored.H)
         return self._turned(pieces.mix(p, stored.H, size, self._piece_of(stored)))
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n
 
     def _coded(self, x: Array) -> Any:
         """x [B K T H] -> the quantiser's arrays [B K T w]."""
-        return self.quantiser.encode(self._turned(x))
+        return self.quantiser.encode(self._turned(refuse_gradient(x, f"codes of {type(self.quantiser).__name__}")))
 
     def _plain(self, coded: Any, dtype: str) -> Array:
         """The quantiser's arrays -> the rows, as they came."""

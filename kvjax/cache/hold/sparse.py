@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.hold.chunks import ChunkCodec, Chunks
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.outliers import Outliers
@@ -27,22 +26,19 @@ class Both:
 class Sparse(Codec):
     """X = codes of (X - S) + S, where S are the outliers of X (KVQuant, Hooper et al. 2024, arXiv 2401.18079).
 
-    What is far from the rest widens no range, and comes back as it was. bare: whether it holds keys without their
+    What is far from the rest widens no range, and comes back as it was. pre_rope: whether it holds keys without their
     rotation, whose channels keep to ranges of their own.
     """
 
     codes: ChunkCodec
     outliers: Outliers
-    bare: bool = False
+    pre_rope: bool = False
 
-    stepwise = True  # what a query sees in low bits depends on its own time
-    any_slot = False  # tokens share what they are made of, and none of them can leave it
+    sequential_writes = True  # what a query sees in low bits depends on its own time
+    supports_eviction = False  # tokens share what they are made of, and none of them can leave it
 
-    def at(self, spec: LayerSpec) -> Codec:
-        return dataclasses.replace(self, codes=self.codes.at(spec))
-
-    def irrevocable(self, stored: Both, n: Array) -> Array:
-        return self.codes.irrevocable(stored.codes, n)
+    def num_committed(self, stored: Both, n: Array) -> Array:
+        return self.codes.num_committed(stored.codes, n)
 
     def encode(self, x: Array, pos: Array) -> Both:
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])
@@ -50,7 +46,7 @@ class Sparse(Codec):
         out, others = self.outliers.found(x, real)
         return Both(self.codes.encode(others, pos), self.outliers.begin(x, out, self.codes.every))
 
-    def write(self, stored: Both, x: Array, at: Array) -> Both:
+    def append(self, stored: Both, x: Array, at: Array) -> Both:
         """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
         due = self.codes.due(stored.codes, at)
         if self.codes.chunks(self._slots(stored)):
@@ -59,11 +55,11 @@ class Sparse(Codec):
 
     def _settled(self, stored: Both, due: Array) -> Both:
         """With the full chunks of the rows that are due bool[B] as codes and outliers."""
-        x, at = self.codes.full(stored.codes), stored.codes.settled[:, None]
+        x, at = self.codes.full(stored.codes), stored.codes.num_quantized[:, None]
         out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
         chunk = self.codes.chunk_of(stored.codes, at)
         return Both(
-            self.codes.settle(stored.codes, self.codes.quantise(others), due),
+            self.codes.settle(stored.codes, self.codes.coded(others), due),
             self.outliers.add(stored.outliers, x, out, at, chunk, self._slots(stored), due),
         )
 
@@ -73,13 +69,13 @@ class Sparse(Codec):
         slot = jnp.arange(rows.shape[2], dtype=jnp.int32)[None, None]
         return self._whole(stored, rows, jnp.broadcast_to(slot, rows.shape[:3]))
 
-    def rows(self, stored: Both, idx: Array) -> Array:
-        return self._whole(stored, self.codes.rows(stored.codes, idx), idx)
+    def gather(self, stored: Both, idx: Array) -> Array:
+        return self._whole(stored, self.codes.gather(stored.codes, idx), idx)
 
     def _whole(self, stored: Both, rows: Array, slot: Array) -> Array:
         """Rows [B K n H] of slots i32[B K n] with their outliers, which those that are no codes yet have themselves."""
         whole = self.outliers.restored(stored.outliers, rows, slot, self._slots(stored))
-        return jnp.where((slot < stored.codes.settled[:, None, None])[..., None], whole, rows)
+        return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, rows)
 
     def _slots(self, stored: Both) -> int:
         return stored.codes.codes.data.shape[2]

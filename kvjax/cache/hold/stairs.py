@@ -12,9 +12,10 @@ from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.groups import Kivi
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, KvjaxError, exportable, pytree
 
 
+@exportable
 class Step(NamedTuple):
     """Tokens as codes of one width."""
 
@@ -29,7 +30,7 @@ class Stairs:
 
     recent: Array  # [B K every H]
     steps: tuple[Step, ...]  # from the newest to the oldest; all but the last hold `every` tokens
-    settled: Array  # i32[B], slots that are codes, a multiple of `every`
+    num_quantized: Array  # i32[B], slots that are codes, a multiple of `every`
     slots: int = dataclasses.field(metadata={"static": True})
 
 
@@ -48,8 +49,8 @@ class Staircase(Codec):
     axis: str = "channel"
     every: int = 128
 
-    stepwise = True  # what a query sees in low bits depends on its own time
-    any_slot = False  # a group of tokens shares its scale, and none of them can leave it
+    sequential_writes = True  # what a query sees in low bits depends on its own time
+    supports_eviction = False  # a group of tokens shares its scale, and none of them can leave it
 
     def __post_init__(self):
         if not self.bits or any(a < b for a, b in zip(self.bits, self.bits[1:], strict=False)):
@@ -66,18 +67,18 @@ class Staircase(Codec):
         """The index of the last step."""
         return len(self.bits) - 1
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n // self.every * self.every
 
-    def irrevocable(self, stored: Stairs, n: Array) -> Array:
-        return stored.settled
+    def num_committed(self, stored: Stairs, n: Array) -> Array:
+        return stored.num_quantized
 
     def encode(self, x: Array, pos: Array) -> Stairs:
         self._check_head_dim(x.shape[3])
         S = x.shape[2]
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         x = jnp.where((jnp.arange(S, dtype=jnp.int32)[None] < n[:, None])[:, None, :, None], x, jnp.zeros((), x.dtype))
-        settled = self.settled(n)
+        settled = self.num_quantized(n)
 
         def block(age: int) -> Array:
             """The `every` tokens that became codes so many blocks ago; the newest, which are none yet, at -1."""
@@ -107,9 +108,9 @@ class Staircase(Codec):
         reached = stored.steps[: num_tokens // self.every]
         return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], steps=reached)
 
-    def write(self, stored: Stairs, x: Array, at: Array) -> Stairs:
+    def append(self, stored: Stairs, x: Array, at: Array) -> Stairs:
         """Takes what is due a step down, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
-        due = at[:, 0] - stored.settled >= self.every
+        due = at[:, 0] - stored.num_quantized >= self.every
         stored = lax.cond(due.any(), lambda s: self._down(s, due), lambda s: s, stored)
         return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.every))
 
@@ -121,12 +122,12 @@ class Staircase(Codec):
             new = self._coded(i, moving)
             if i < self.last:
                 moving = self._tokens(i, step, every)
-                steps.append(self._onto(step, new, jnp.zeros_like(stored.settled), due))
+                steps.append(self._onto(step, new, jnp.zeros_like(stored.num_quantized), due))
             else:  # its first tokens come when all other steps are full
-                at = stored.settled - self.last * self.every
+                at = stored.num_quantized - self.last * self.every
                 steps.append(self._onto(step, new, jnp.maximum(at, 0), due & (at >= 0)))
-        settled = jnp.where(due, stored.settled + self.every, stored.settled)
-        return dataclasses.replace(stored, steps=tuple(steps), settled=settled)
+        settled = jnp.where(due, stored.num_quantized + self.every, stored.num_quantized)
+        return dataclasses.replace(stored, steps=tuple(steps), num_quantized=settled)
 
     def _onto(self, step: Step, new: Step, at: Array, due: Array) -> Step:
         """A step with new tokens at the places from at i32[B] on, of the rows that are due bool[B]."""
@@ -140,11 +141,11 @@ class Staircase(Codec):
     def decode(self, stored: Stairs) -> Array:
         """[B K S H] in the dtype that came in."""
         slot = jnp.arange(stored.slots, dtype=jnp.int32)[None, None]
-        return self.rows(stored, jnp.broadcast_to(slot, (*stored.recent.shape[:2], stored.slots)))
+        return self.gather(stored, jnp.broadcast_to(slot, (*stored.recent.shape[:2], stored.slots)))
 
-    def rows(self, stored: Stairs, idx: Array) -> Array:
+    def gather(self, stored: Stairs, idx: Array) -> Array:
         """Rows idx i32[B K n] -> [B K n H]; of codes on the host only those that may be meant cross."""
-        age = (stored.settled[:, None, None] - 1 - idx) // self.every  # in blocks; below 0 for the newest tokens
+        age = (stored.num_quantized[:, None, None] - 1 - idx) // self.every  # in blocks; below 0 for the newest tokens
         found = memory.take(stored.recent, idx % self.every)
         for i, step in enumerate(stored.steps):
             here, place = (age >= i, idx) if i == self.last else (age == i, idx % self.every)

@@ -7,11 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.hold.by_prompt import KeysByPrompt
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.scorers import in_window
 from kvjax.cache.select.units import top
 from kvjax.core import attention, memory
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KvjaxError, pytree
 
 
@@ -28,25 +28,27 @@ class Few:
 class Thin(KeysByPrompt):
     """Each head drops the `share` of its key channels, rounded down, that score lowest (ThinK, 2407.21018, section 3).
 
-    A channel's score is the mean square of it in a row's last `queries` queries, over the query heads too, times the
-    mean square of it in the keys. What is dropped counts as zero, and logits are over the root of H as before.
+    A channel's score is the mean square of it in a row's last `num_queries` queries, over the query heads too, times
+    the mean square of it in the keys. What is dropped counts as zero, and logits are over the root of H as before.
     """
 
     share: float = 0.4
-    queries: int = 32
+    num_queries: int = 32
+
+    is_smooth = True
 
     def __post_init__(self):
         if not 0 <= self.share < 1:
             raise KvjaxError(f"the share of channels that are dropped must lie in [0, 1), got {self.share}; use 0.4")
-        if self.queries < 1:
-            raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.queries}; ThinK uses 32")
+        if self.num_queries < 1:
+            raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
 
-    def found(self, x: Array, pos: Array, seen: Obs) -> Array:
+    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
         """i32[B K 1 C]: the channels that stay; of equal ones the lower."""
         H = x.shape[3]
-        asking = in_window(seen, self.queries)[:, None, None, :, None]
-        score = _mean_square(seen.q, asking, (2, 3)) * _mean_square(x, (pos >= 0)[..., None], (2,))
-        kept = H - part_of(self.share, H)
+        asking = in_window(observation, self.num_queries)[:, None, None, :, None]
+        score = _mean_square(observation.q, asking, (2, 3)) * _mean_square(x, (pos >= 0)[..., None], (2,))
+        kept = H - fraction_of(self.share, H)
         stays = top(score, jnp.ones((), bool), jnp.full(score.shape[:1], kept, jnp.int32))
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :kept]
@@ -58,10 +60,10 @@ class Thin(KeysByPrompt):
     def decode(self, stored: Few) -> Array:
         return self._widened(memory.unpack(stored.rows), stored)
 
-    def write(self, stored: Few, x: Array, at: Array) -> Few:
+    def append(self, stored: Few, x: Array, at: Array) -> Few:
         return dataclasses.replace(stored, rows=memory.append(stored.rows, _picked(x, stored.channels), at))
 
-    def rows(self, stored: Few, idx: Array) -> Array:
+    def gather(self, stored: Few, idx: Array) -> Array:
         return self._widened(memory.rows(stored.rows, idx), stored)
 
     def scores(self, q: Array, stored: Few) -> Array:
@@ -70,7 +72,7 @@ class Thin(KeysByPrompt):
         s = attention.scores(_picked(q, stored.channels[:, :, None]), rows)
         return s * (rows.shape[3] / stored.H) ** 0.5  # the root of H in place of that of C
 
-    def settled(self, n: Array) -> Array:
+    def num_quantized(self, n: Array) -> Array:
         return n
 
     def _widened(self, rows: Array, stored: Few) -> Array:

@@ -8,17 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.apart import Apart
-from kvjax.cache.contract import LayerState
 from kvjax.cache.hold.codecs import Codec, Plain
+from kvjax.cache.protocol import LayerState
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.represent import part_of
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.scorers import Scorer
 from kvjax.cache.select.units import gather, slots_where, top
+from kvjax.cache.side_store import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, Partial, pytree
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 
 
 @pytree
@@ -31,12 +31,12 @@ class Low:
     bias: Array | None = None  # f32[B K S], added to the logits
 
 
-class Tiers(Apart):
+class Tiers(SideStore):
     """The base of tiers: some of the prompt's tokens are held by codecs of their own, all others stay in the slots.
 
-    A tier is a frozen dataclass with the codecs `k` and `v`; `body` says how many tokens stay at most, and `chosen`
-    which of them do not. Over a selection, the tokens that it leaves are divided. The low tier stays on the device, and
-    is read in full beside whatever the method's reader reads of the slots.
+    A tier is a frozen dataclass with the codecs `k` and `v`; `num_main_slots` says how many tokens stay at most, and
+    `chosen` which of them do not. Over a selection, the tokens that it leaves are divided. The low tier stays on the
+    device, and is read in full beside whatever the method's reader reads of the slots.
     """
 
     k: Codec
@@ -44,35 +44,35 @@ class Tiers(Apart):
 
     def room(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, at most how many go into the low tier."""
-        return kept - self.body(kept)
+        return kept - self.num_main_slots(kept)
 
-    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier; in each head of a row equally many."""
         raise NotImplementedError
 
-    def held(self, there: Block, block: Block, seen: Obs | None) -> Low:
+    def held(self, there: KVBlock, block: KVBlock, observation: Observation | None) -> Low:
         """The store of the tokens `there` of a block."""
         return Low(self.k.encode(there.k, there.pos), self.v.encode(there.v, there.pos), there.pos, there.bias)
 
-    def split(self, layer: Any, block: Block, seen: Obs | None, slots: int) -> tuple[Block, Low]:
+    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Low]:
         most = self._most(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
-            block = layer.selected(block, seen, most)
+            block = layer.selected(block, observation, most)
         block = block.clean()
-        low = self.chosen(layer, block, seen)
-        here = gather(block, slots_where((block.pos >= 0) & ~low, self.body(most)))
+        low = self.chosen(layer, block, observation)
+        here = gather(block, slots_where((block.pos >= 0) & ~low, self.num_main_slots(most)))
         there = gather(block, slots_where(low, max(self.room(most), 1)))
-        return here, self.held(there, block, seen)
+        return here, self.held(there, block, observation)
 
     def _most(self, layer: Any, width: int, slots: int) -> int:
         """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
         method = layer.method
-        if method.select is not None and method.shares is None:
-            width = method.select.most_of(width, layer.spec)
-        return next(n for n in range(width, 0, -1) if self.body(n) <= slots)
+        if method.select is not None and method.layer_budgets is None:
+            width = method.select.most_of(width)
+        return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
 
     def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        store = state.apart
+        store = state.side_store
         keys, values = self.k.load(store.k), self.v.load(store.v)
 
         def attend(q: Array, q_pos: Array) -> Partial:
@@ -95,8 +95,8 @@ class Tiers(Apart):
         slots = store.pos.shape[2]
         return bytes_beyond(store, slots, [min(self.room(kept), slots)] * store.pos.shape[0])
 
-    def shown(self, layer: Any, store: Low) -> Block:
-        return Block(self.k.decode(store.k), self.v.decode(store.v), store.pos)
+    def visible_block(self, layer: Any, store: Low) -> KVBlock:
+        return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,18 +119,18 @@ class Tier(Tiers):
             raise KvjaxError(f"recent must lie in [0, 1], got {self.recent}; H2O's recent half is 0.5")
 
     @property
-    def queries(self) -> int | None:
+    def num_queries(self) -> int | None:
         """As many as the scorer wants to see."""
-        return self.scorer.queries
+        return self.scorer.num_queries
 
-    def body(self, kept: int) -> int:
-        return kept - part_of(self.share, kept)
+    def num_main_slots(self, kept: int) -> int:
+        return kept - fraction_of(self.share, kept)
 
-    def chosen(self, layer: Any, block: Block, seen: Obs | None) -> Array:
+    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
-        scores = self.scorer.scores(block, seen, layer.spec).kv
+        scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        low = part_of(self.share, length)
-        old = length - part_of(self.recent, length - low)
+        low = fraction_of(self.share, length)
+        old = length - fraction_of(self.recent, length - low)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return top(-scores, slot < old[:, None, None], low)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from kvjax.cache.hold import quantise as quant
 from kvjax.cache.hold.rows import Quantiser, scale_of
-from kvjax.core.types import Array
+from kvjax.core.types import Array, exportable
 
 FARTHEST = 2.0**14
 """So many steps at most lie between zero and a row's codes: a zero point fits into 16 bits, and its scale is larger."""
 
 
+@exportable
 class Stepped(NamedTuple):
     """A row in even steps."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cache.contract import LayerState
+from kvjax.cache.protocol import LayerState
 from kvjax.cache.read import fused
-from kvjax.cache.read.reader import Reader, Reading, attended, by_query_blocks, logits
+from kvjax.cache.read.reader import Reader, ReadResult, attended, by_query_blocks, logits
 from kvjax.core.types import Array, KvjaxError, Partial
 
 
@@ -26,15 +26,21 @@ class Full(Reader):
             raise KvjaxError(f"kernel must be one of {', '.join(fused.KERNELS)}, got {self.kernel!r}")
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
         form = None if layer.method.decode or state.bias is not None else fused.find(self.kernel, layer.k, layer.v)
         if form:
             part = by_query_blocks(lambda q, t: form.read(layer, state, q, t), q, q_pos, form.queries)
-            return Reading(part, carry=carry)
+            return ReadResult(part, cross_layer=cross_layer)
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
 
-        def attend(q: Array, q_pos: Array) -> Reading:
+        def attend(q: Array, q_pos: Array) -> ReadResult:
             return attended(logits(layer, state, q, q_pos, keys), lambda p: layer.v.mix(p, values))
 
-        return by_query_blocks(attend, q, q_pos, 512)._replace(carry=carry)
+        return by_query_blocks(attend, q, q_pos, 512)._replace(cross_layer=cross_layer)

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, LayerState
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, Partial
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
 
 
-class Reading(NamedTuple):
+class ReadResult(NamedTuple):
     """What a reader gives back."""
 
     part: Partial  # attention over the slots that were read
-    aux: Any = None  # what the reader keeps from now on
+    reader_state: Any = None  # what the reader keeps from now on
     weights: Array | None = None  # of a single query, f32[B K G 1 S]: softmax over the slots; for policies
-    carry: Any = None  # for the layer above
+    cross_layer: Any = None  # for the layer above
 
 
 class Reader:
@@ -31,32 +31,31 @@ class Reader:
     the `spec`; see `kvjax.cache.method_layer.MethodLayer`.
     """
 
-    guesses = 0  # guessed tokens that each decode step should carry
-    stepwise = False  # whether fresh tokens must come one by one
-    any_slot = True  # whether tokens may come and go in any order of slots
-    chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
-    endless = False  # whether a query meets every token within a limited distance, as in `Needs`
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
+    draft_tokens = 0  # guessed tokens that each decode step should carry
+    sequential_writes = False  # whether fresh tokens must come one by one
+    supports_eviction = True  # whether tokens may come and go in any order of slots
+    prompt_chunk = 0  # above 0: prompts are read through it too, so many tokens at a time
+    unbounded_length = False  # whether a query meets every token within a limited distance, as in `Needs`
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `init_state` wants to see
 
-    def begin(self, block: Block, spec: LayerSpec) -> Any:
-        """What the reader keeps after a prompt; block [B K S H] with the prompt at the front of each row."""
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
+        """What the reader keeps after a prompt; block [B K S H] with the prompt at the front of each row.
+
+        observation: the prompt's queries, where the reader asks for some; else None.
+        """
         return None
 
-    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
-        """`begin`, by a reader that asks for the prompt's queries."""
-        return self.begin(block, spec)
-
-    def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
+    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         """The same after the tokens [B K T H], now in the slots from at i32[B 1|K] on; T may be 0."""
-        return aux
+        return reader_state
 
-    def filled(self, aux: Any, num_tokens: int) -> Any:
-        """The part of `aux` that the first tokens fill, as in `Codec.filled`."""
-        return aux
+    def filled(self, reader_state: Any, num_tokens: int) -> Any:
+        """The part of `reader_state` that the first tokens fill, as in `Codec.filled`."""
+        return reader_state
 
     def crop(self, layer: Any, state: LayerState) -> Any:
         """What the reader keeps of a state whose last tokens have been taken back, `state.pos` says which are left."""
-        if state.aux is None:
+        if state.reader_state is None:
             return None
         raise IncompatibleMethod(
             f"slot `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; a "
@@ -64,12 +63,12 @@ class Reader:
         )
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, carry: Any
-    ) -> Reading:
+        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
+    ) -> ReadResult:
         """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
 
         guessed: attention to tokens of this call that are not kept, for readers that need a softmax over everything.
-        carry: what the layer below handed up.
+        cross_layer: what the layer below handed up.
         """
         raise NotImplementedError
 
@@ -78,7 +77,7 @@ def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> 
     """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
-    elif layer.k.bare:
+    elif layer.k.pre_rope:
         s = scores(q, layer.keys(keys, state.pos))
     else:
         s = layer.k.scores(q, keys)
@@ -90,15 +89,15 @@ def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> 
 def _indexed_scores(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
     rope, index = layer.spec.rope, layer.method.decode.index
-    turned = rope.turn(layer.k.decode(keys), index(layer, state.pos, state.pos))
-    bare = rope.bare_queries(q, q_pos)
-    return scores(rope.turn_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)
+    turned = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
+    bare = rope.unrotate_queries(q, q_pos)
+    return scores(rope.rotate_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)
 
 
-def attended(s: Array, mix: Callable[[Array], Array]) -> Reading:
+def attended(s: Array, mix: Callable[[Array], Array]) -> ReadResult:
     """Masked logits f32[B K G T S], and what mixes values by weights of that shape -> the reading of all slots."""
     p, m, l = weights(s)
-    return Reading(Partial(mix(p), m, l), weights=shares(p, l))
+    return ReadResult(Partial(mix(p), m, l), weights=shares(p, l))
 
 
 def shares(p: Array, l: Array) -> Array | None:

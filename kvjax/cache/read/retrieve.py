@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec, LayerState
 from kvjax.cache.hold.codecs import Plain
-from kvjax.cache.read.reader import Reader, Reading, by_query_blocks
+from kvjax.cache.protocol import LayerSpec, LayerState
+from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import NEG, weights
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError, Partial
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial
 
 
 class Index:
@@ -25,11 +25,11 @@ class Index:
 
     An index is a frozen dataclass with the field `size` and three methods: `summarise`, `join` and `score`. A summary
     is any pytree of arrays [B K U W], U units; that of a unit without tokens must be what `join` leaves unchanged. An
-    index whose summaries cannot be joined gives its own `build` and `write` instead.
+    index whose summaries cannot be joined gives its own `build` and `append` instead.
     """
 
     size: int
-    queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
+    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
 
     def summarise(self, keys: Array, real: Array) -> Any:
         """Units of keys [B K U size H], of which only real bool[B 1|K U size] are tokens -> their summaries."""
@@ -47,37 +47,37 @@ class Index:
         """Scores, weighed against those of the other candidates bool[B 1|K 1 T U]; the base leaves them as they are."""
         return score
 
-    def load(self, aux: Any) -> Any:
-        """The summaries as `score` takes them, from what `build` and `write` gave."""
-        return memory.each(memory.unpack, aux)
+    def load(self, reader_state: Any) -> Any:
+        """The summaries as `score` takes them, from what `build` and `append` gave."""
+        return memory.each(memory.unpack, reader_state)
 
-    def fit(self, block: Block, seen: Obs | None) -> Any:
+    def fit(self, block: KVBlock, observation: Observation | None) -> Any:
         """`build` of what a prompt leaves, by an index that asks for its queries."""
         return self.build(block)
 
-    def again(self, aux: Any, block: Block) -> Any:
+    def rebuild(self, reader_state: Any, block: KVBlock) -> Any:
         """`build` once more, of the tokens that are left when the last ones have been taken back."""
         return self.build(block)
 
-    def build(self, block: Block) -> Any:
+    def build(self, block: KVBlock) -> Any:
         """The summaries of a block [B K S H], in buffers."""
         units = -(-block.pos.shape[2] // self.size)
         keys, real = self._by_unit(block, jnp.zeros((block.pos.shape[0], 1), jnp.int32), units)
         return jax.tree.map(memory.pack, self.summarise(keys, real))
 
-    def write(self, aux: Any, fresh: Block, at: Array) -> Any:
+    def append(self, reader_state: Any, new: KVBlock, at: Array) -> Any:
         """The same after the tokens [B K T H], now in the slots from at i32[B 1] on."""
-        B, K, T, _ = fresh.k.shape
+        B, K, T, _ = new.k.shape
         if not T:
-            return aux
+            return reader_state
         units = (T + self.size - 2) // self.size + 1  # that T tokens touch at most
         first = at // self.size
         touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
-        before = memory.each(lambda buffer: memory.rows(buffer, touched), aux)
-        after = self.join(before, self.summarise(*self._by_unit(fresh, at % self.size, units)))
-        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), aux, after)
+        before = memory.each(lambda buffer: memory.rows(buffer, touched), reader_state)
+        after = self.join(before, self.summarise(*self._by_unit(new, at % self.size, units)))
+        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
 
-    def _by_unit(self, block: Block, offset: Array, units: int) -> tuple[Array, Array]:
+    def _by_unit(self, block: KVBlock, offset: Array, units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block's first goes to place offset i32[B 1]."""
         place = jnp.arange(units * self.size, dtype=jnp.int32)[None, None] - offset[:, :, None]
         count = block.pos.shape[2]
@@ -106,7 +106,7 @@ class Retrieve(Reader):
     recent: int = 0
     per: str = "query"
 
-    any_slot = False  # units are made of neighbours
+    supports_eviction = False  # units are made of neighbours
 
     def __post_init__(self):
         if self.units < 1 or min(self.sinks, self.recent) < 0:
@@ -118,14 +118,15 @@ class Retrieve(Reader):
             raise KvjaxError(f"per must be 'query' or 'head', got {self.per!r}")
 
     @property
-    def queries(self) -> int | None:
-        return self.index.queries
+    def num_queries(self) -> int | None:
+        return self.index.num_queries
 
-    def fit(self, block: Block, seen: Obs | None, spec: LayerSpec) -> Any:
-        return self.index.fit(block, seen)
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
+        # A summary only says which rows are read, and a choice has no gradient.
+        return self.index.fit(jax.tree.map(lax.stop_gradient, block), observation)
 
-    def write(self, aux: Any, fresh: Block, at: Array, spec: LayerSpec) -> Any:
-        return self.index.write(aux, fresh, at)
+    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
+        return self.index.append(reader_state, jax.tree.map(lax.stop_gradient, new), at)
 
     def crop(self, layer: Any, state: LayerState) -> Any:
         """The summaries of the tokens that are left, from their keys, where these are held exactly."""
@@ -135,16 +136,24 @@ class Retrieve(Reader):
                 "ones cannot be made again without the last tokens; keep the context of before"
             )
         keys = layer.keys(state.k, state.pos)
-        return self.index.again(state.aux, Block(keys, keys, state.pos))
+        return self.index.rebuild(state.reader_state, KVBlock(keys, keys, state.pos))
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None = None, carry: Any = None
-    ) -> Reading:
-        return Reading(self.found(layer, state, q, q_pos, q, state.aux), state.aux, carry=carry)
+        self,
+        layer: Any,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        guessed: Partial | None = None,
+        cross_layer: Any = None,
+    ) -> ReadResult:
+        return ReadResult(
+            self.found(layer, state, q, q_pos, q, state.reader_state), state.reader_state, cross_layer=cross_layer
+        )
 
-    def found(self, layer: Any, state: LayerState, q: Array, q_pos: Array, asking: Array, aux: Any) -> Partial:
+    def found(self, layer: Any, state: LayerState, q: Array, q_pos: Array, asking: Array, reader_state: Any) -> Partial:
         """Attention of queries to what others, asking [B K G T H] in their place, find in the index."""
-        summary, own_slots = self.index.load(aux), slots_of_queries(state, q_pos)
+        summary, own_slots = self.index.load(reader_state), slots_of_queries(state, q_pos)
 
         def attend(q: Array, q_pos: Array, asking: Array) -> Partial:
             with jax.named_scope("retrieve"):
@@ -215,7 +224,7 @@ def attend_slots(layer: Any, state: LayerState, q: Array, q_pos: Array, slots: A
     at = jnp.maximum(slots, 0).reshape(B, K, -1)
     held = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), at, 2, mode="clip")
     pos = jnp.where(slots >= 0, held.reshape(slots.shape), -1)
-    k, v = layer.key_rows(state.k, at, held), layer.v.rows(state.v, at)
+    k, v = layer.key_rows(state.k, at, held), layer.v.gather(state.v, at)
     k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # what is empty may hold anything
     by_set = q.reshape(B, K, sets, G // sets, T, H)

@@ -10,33 +10,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.binding import bind_component
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import KvjaxError
 
 
 class Budget:
     """Prompt tokens kept per row, layer and key/value head, sinks and recents included.
 
-    A budget is a frozen dataclass with the methods `kept` and `most`.
+    A budget is a frozen dataclass with the methods `kept` and `most`. One that differs between layers also has a method
+    `at(spec)`, which gives that of a layer.
     """
 
-    level = False  # the same for every layer, whatever `layer` is: layers can then share one compiled program
     relative = False  # a share of each row: of a short one it may be less than what is kept in any case
 
-    def at(self, spec: LayerSpec) -> Budget:
-        """The budget in one layer; raises KvjaxError for a layer that it does not fit."""
-        return self
-
-    def kept(self, length: int, layer: int, layers: int) -> int:
-        """Tokens that `layer` of `layers` keeps of a row of `length` tokens: at most `length`."""
+    def kept(self, length: int) -> int:
+        """Tokens that are kept of a row of `length` tokens: at most `length`."""
         raise NotImplementedError
 
-    def by_length(self, longest: int, layer: int, layers: int) -> np.ndarray:
+    def by_length(self, longest: int) -> np.ndarray:
         """i32[longest + 1]: `kept` of rows of 0..longest tokens; a budget that knows them all at once overrides it."""
-        return np.array([self.kept(n, layer, layers) for n in range(longest + 1)], np.int32)
+        return np.array([self.kept(n) for n in range(longest + 1)], np.int32)
 
-    def most(self, layer: int, layers: int) -> int | None:
-        """Tokens that it keeps of a row without end; None if there is no bound."""
+    def most(self) -> int | None:
+        """Tokens that are kept of a row without end; None if there is no bound."""
         raise NotImplementedError
 
 
@@ -44,16 +41,15 @@ class Budget:
 class Uniform(Budget):
     """The same number of tokens in every layer."""
 
-    level = True
     tokens: int
 
     def __post_init__(self):
         _positive(self.tokens)
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
+    def kept(self, length: int) -> int:
         return min(length, self.tokens)
 
-    def most(self, layer: int, layers: int) -> int | None:
+    def most(self) -> int | None:
         return self.tokens
 
 
@@ -61,7 +57,6 @@ class Uniform(Budget):
 class Ratio(Budget):
     """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
 
-    level = True
     relative = True
     share: float
 
@@ -69,10 +64,10 @@ class Ratio(Budget):
         if not 0 < self.share <= 1:
             raise KvjaxError(f"share must lie in (0, 1], got {self.share}; 0.25 keeps a quarter of each prompt")
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
+    def kept(self, length: int) -> int:
         return min(length, max(1, int(length * self.share)))
 
-    def most(self, layer: int, layers: int) -> int | None:
+    def most(self) -> int | None:
         return None
 
     def __str__(self) -> str:
@@ -128,6 +123,8 @@ class Pyramid(Budget):
     window: int
     beta: int = 20
     rule: str = "authors"
+    layer: int = 0  # from `at`, as how many there are
+    layers: int = 1
 
     def __post_init__(self):
         if self.rule not in ("authors", "peer"):
@@ -142,34 +139,37 @@ class Pyramid(Budget):
         if self.rule == "authors" and self.tokens != int(self.tokens):
             raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
+    def at(self, spec: LayerSpec) -> Pyramid:
+        return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
+
+    def kept(self, length: int) -> int:
         rule = self._authors if self.rule == "authors" else self._peer
-        return min(length, rule(length, layer, layers))
+        return min(length, rule(length))
 
-    def most(self, layer: int, layers: int) -> int | None:
+    def most(self) -> int | None:
         # From a length of four times the budget on, no layer is cut by the length of the row any more.
-        return self.kept(4 * round(self.tokens) + 4 * self.window, layer, layers)
+        return self.kept(4 * round(self.tokens) + 4 * self.window)
 
-    def _authors(self, length: int, layer: int, layers: int) -> int:
+    def _authors(self, length: int) -> int:
         base = self.tokens - self.window
-        if length <= self.tokens or length < 2 * base or layers == 1:
+        if length <= self.tokens or length < 2 * base or self.layers == 1:
             return self.tokens
         least = base // self.beta
         most = 2 * base - least
         if most >= length - self.window:
             most = length - self.window
             least = 2 * base - most
-        return most - layer * ((most - least) // (layers - 1)) + self.window
+        return most - self.layer * ((most - least) // (self.layers - 1)) + self.window
 
-    def _peer(self, length: int, layer: int, layers: int) -> int:
+    def _peer(self, length: int) -> int:
         least = self.tokens / self.beta
         most = 2 * self.tokens - least
         if most >= length - self.window:
             most = length - self.window
             least = 2 * self.tokens - most
-        if layers == 1 or not length >= most >= least >= self.window:
+        if self.layers == 1 or not length >= most >= least >= self.window:
             return round(self.tokens)
-        return round(most - layer * ((most - least) / (layers - 1)))
+        return round(most - self.layer * ((most - least) / (self.layers - 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,26 +182,29 @@ class Table(Budget):
         for n in self.tokens:
             _positive(n)
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
-        if len(self.tokens) != layers:
-            raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {layers}: give {layers} numbers")
-        return min(length, self.tokens[layer])
+    def at(self, spec: LayerSpec) -> Uniform:
+        n = spec.num_layers
+        if len(self.tokens) != n:
+            raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")
+        return Uniform(self.tokens[spec.index])
 
-    def most(self, layer: int, layers: int) -> int | None:
-        return self.kept(max(self.tokens), layer, layers)
+
+def budgets_of_layers(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
+    """A method's budget, before it is bound, in each layer of the model that any of its specs tells."""
+    return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.num_layers))
 
 
 @functools.lru_cache(maxsize=1024)
-def kept_by_length(budget: Budget, longest: int, layer: int, layers: int, protected: int = 0) -> np.ndarray:
+def kept_by_length(budget: Budget, longest: int, protected: int = 0) -> np.ndarray:
     """i32[longest + 1]: tokens kept of rows of 0..longest tokens, to be indexed with traced lengths.
 
     A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when a budget in tokens is
     below these for a row of `longest` tokens.
     """
-    kept = budget.by_length(longest, layer, layers)
+    kept = budget.by_length(longest)
     if kept[-1] < min(longest, protected) and not budget.relative:
         raise KvjaxError(
-            f"{budget} keeps {kept[-1]} of {longest} tokens in layer {layer}, fewer than the {protected} sinks and "
+            f"{budget} keeps {kept[-1]} of {longest} tokens in a layer, fewer than the {protected} sinks and "
             f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
         )
     kept = np.maximum(kept, np.minimum(np.arange(longest + 1), protected)).astype(np.int32)

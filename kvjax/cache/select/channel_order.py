@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.tables import Kind, table
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 
 
 @table("channels")
@@ -22,12 +22,12 @@ class Channels(Kind):
     section 3.1).
     """
 
-    queries = None
+    num_queries = None
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         B, K, _, _ = block.k.shape
         full = (block.pos >= 0)[:, :, None, :, None]
-        product = jnp.abs(seen.q.astype(jnp.float32) * block.k.astype(jnp.float32)[:, :, None])
+        product = jnp.abs(observation.q.astype(jnp.float32) * block.k.astype(jnp.float32)[:, :, None])
         tokens = jnp.broadcast_to(full.sum((2, 3, 4), dtype=jnp.float32)[..., None], (B, K, 1))
         return {"products": jnp.where(full, product, 0.0).mean(2).sum(2), "tokens": tokens}
 

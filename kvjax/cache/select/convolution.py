@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.select.merge import kept_scores, lost_tokens
-from kvjax.cache.select.select import Choice
+from kvjax.cache.select.merging import kept_scores, lost_tokens
+from kvjax.cache.select.selection import SelectedSlots
 from kvjax.cache.select.units import slots_where, top
 from kvjax.core import memory
 from kvjax.core.attention import NEG, weights
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 
 
 class Convolution(NamedTuple):
@@ -25,7 +25,9 @@ class Convolution(NamedTuple):
     normalizer: Array  # f32[1], what the mix counts for beside a slot's own token
 
 
-def convolved(block: Block, kept: Block, choice: Choice, by: Convolution, heavy: int, recent: int) -> Block:
+def convolved(
+    block: KVBlock, kept: KVBlock, choice: SelectedSlots, by: Convolution, heavy: int, recent: int
+) -> KVBlock:
     """What a choice keeps of a block [B K T H], with all but `heavy` slots of each head mixed.
 
     Heavy are the last `recent` tokens of a row, and of the others those of the highest scores. All tokens that are not,
@@ -51,7 +53,7 @@ def convolved(block: Block, kept: Block, choice: Choice, by: Convolution, heavy:
     return dataclasses.replace(kept, k=k, v=v)
 
 
-def _rows(block: Block) -> Array:
+def _rows(block: KVBlock) -> Array:
     """Keys and values side by side, f32[B K T 2*H]."""
     return jnp.concatenate([block.k, block.v], -1).astype(jnp.float32)
 

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.asked import halves
 from kvjax.cache.select.convolution import Convolution, convolved
-from kvjax.cache.select.merge import lost_tokens
+from kvjax.cache.select.merging import lost_tokens
 from kvjax.cache.select.scorers import Accumulated
-from kvjax.cache.select.select import Choice, selecting
+from kvjax.cache.select.selection import SelectedSlots, make_selection
+from kvjax.cache.select.text_halves import halves
 from kvjax.cache.select.units import gather
 from kvjax.cache.tables import Kind, table
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, KvjaxError, Partial
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial
 
 RATE = 3e-3  # of learning, in calibration
 
@@ -45,19 +45,19 @@ class Convolutions(Kind):
     kernel: int = 21
     length: int = 512
     steps: int = 100
-    queries = None
+    num_queries = None
 
     def __post_init__(self):
         if min(self.slots, self.length, self.steps) < 1 or self.kernel % 2 == 0:
             raise KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         def cut(x: Array, axis: int) -> Array:
             x = lax.slice_in_dim(x, 0, min(self.length, x.shape[axis]), axis=axis)
             grow = [(0, self.length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
             return jnp.pad(x.astype(jnp.float32), grow)[:, :, None]  # the axis of texts, which `join` lengthens
 
-        q = jnp.where((seen.pos >= 0)[:, None, None, :, None], seen.q, jnp.zeros((), seen.q.dtype))
+        q = jnp.where((observation.pos >= 0)[:, None, None, :, None], observation.q, jnp.zeros((), observation.q.dtype))
         real = jnp.broadcast_to(block.pos >= 0, block.k.shape[:3])
         return {"q": cut(q, 3), "k": cut(block.k, 2), "v": cut(block.v, 2), "real": cut(real, 2)}
 
@@ -67,7 +67,7 @@ class Convolutions(Kind):
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = halved(Block(k, v, pos), q, 2 * self.slots, spec)
+        texts = halved(KVBlock(k, v, pos), q, 2 * self.slots, spec)
         if not lost_tokens(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise KvjaxError(
@@ -91,8 +91,8 @@ class Convolutions(Kind):
 class Texts(NamedTuple):
     """Texts in halves: what is kept of the earlier, and what the later one's queries read."""
 
-    earlier: Block
-    choice: Choice
+    earlier: KVBlock
+    choice: SelectedSlots
     q: Array  # [B K G T H]
     q_pos: Array  # i32[B T], -1 where a query is not of the later half
     later: Partial  # what the queries read of their own half
@@ -100,19 +100,19 @@ class Texts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def halved(block: Block, q: Array, budget: int, spec: LayerSpec) -> Texts:
+def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     """Texts with all of their queries [B K G T H], of whose earlier halves so many tokens are kept."""
     pos = block.pos[:, 0]
-    first, asking = halves(block, Obs(q, pos))
+    first, asking = halves(block, Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(first, block.pos, -1)).first(-(-pos.shape[1] // 2))
     keep = jnp.minimum(first.sum((1, 2), dtype=jnp.int32), budget)
-    seen = Obs(q, jnp.where(first[:, 0], pos, -1))
-    choice = selecting(Accumulated(), budget).choose(earlier, seen, keep, budget, spec)
+    seen = Observation(q, jnp.where(first[:, 0], pos, -1))
+    choice = make_selection(Accumulated(), budget).choose(earlier, seen, keep, budget, spec)
     own = dataclasses.replace(block, pos=jnp.where(asking[:, None], block.pos, -1))
     q_pos = jnp.where(asking, pos, -1)
 
-    def read(part: Block) -> Partial:
+    def read(part: KVBlock) -> Partial:
         return by_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
 
     later = read(own)

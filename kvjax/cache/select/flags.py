@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.select.shares import HeadShares
+from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.units import top
 from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Flagged(HeadShares):
+class Flagged(HeadBudgets):
     """Each head keeps the units whose scores are above a number, however many these are.
 
     Where the heads of a layer together flag more units than their budgets hold, the best of them all stay; of equals
@@ -21,7 +21,7 @@ class Flagged(HeadShares):
 
     above: float
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         B, K, U = scores.shape
         flagged = allowed[:, None] & (scores > self.above)
         by_unit = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, flagged))

@@ -11,13 +11,18 @@ from jax import lax
 
 from kvjax.cache.read.reader import cut
 from kvjax.core.attention import visible
-from kvjax.core.observe import Obs
+from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import vary
 from kvjax.core.rope import Rope, rotate
-from kvjax.core.types import Array, Block
+from kvjax.core.types import Array, KVBlock
 
 
 def mean_over_bare(
-    seen: Obs, counted: Array, rope: Rope, total: Callable[[Array, Array], Any], queries_at_once: int = 64
+    observation: Observation,
+    counted: Array,
+    rope: Rope,
+    total: Callable[[Array, Array], Any],
+    queries_at_once: int = 64,
 ) -> Any:
     """The mean of something over those queries of each row that are counted, bool[B Q], without their rotation.
 
@@ -27,15 +32,15 @@ def mean_over_bare(
 
     def of_block(q: Array, pos: Array, counts: Array) -> Any:
         counts = counts[:, None, None, :, None]
-        return total(jnp.where(counts, rope.bare_queries(q, pos), 0.0), counts.astype(jnp.float32))
+        return total(jnp.where(counts, rope.unrotate_queries(q, pos), 0.0), counts.astype(jnp.float32))
 
     def add(sums: Any, xs: tuple[Array, Array, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, of_block(*xs)), None
 
-    size = min(queries_at_once, seen.pos.shape[1])
-    blocks = cut(seen.q, 3, size), cut(seen.pos, 1, size, -1), cut(counted, 1, size)
+    size = min(queries_at_once, observation.pos.shape[1])
+    blocks = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1), cut(counted, 1, size)
     one = jax.eval_shape(of_block, *(x[0] for x in blocks))
-    sums, _ = lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one), blocks)
+    sums, _ = lax.scan(add, vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)), blocks)
     number = jnp.maximum(counted.sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
     return jax.tree.map(lambda x: x / number.reshape(-1, *(1,) * (x.ndim - 1)), sums)
 
@@ -45,12 +50,12 @@ def sum_of_queries(q: Array, counts: Array) -> Array:
     return q.sum(3)
 
 
-def next_position(block: Block) -> Array:
+def next_position(block: KVBlock) -> Array:
     """i32[B 1]: the position after each row's newest token, which every head holds."""
     return block.pos.max(2)[:, :1] + 1
 
 
-def turned_ahead(x: Array, rope: Rope, block: Block, steps: Array) -> Array:
+def turned_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     """Bare vectors x f32[B K G n H] in the mean of their rotations to positions ahead of a block.
 
     steps: i32[n], counted from the next token's position. The mean of rotations is shorter than any of them.
@@ -60,6 +65,6 @@ def turned_ahead(x: Array, rope: Rope, block: Block, steps: Array) -> Array:
     return rotate(x, cos, sin)
 
 
-def still_seen(block: Block, window: int | None) -> Array:
+def still_seen(block: KVBlock, window: int | None) -> Array:
     """bool[B 1|K 1 S]: the slots that the next token's query can see; a sliding window only ever loses more."""
     return visible(block.pos, next_position(block), window)[:, :, :, 0]

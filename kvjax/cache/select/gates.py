@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.asked import halves
+from kvjax.cache.select.text_halves import halves
 from kvjax.cache.select.units import top
 from kvjax.cache.tables import Kind, table
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.observe import Obs, mass
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 SHARPNESS = 32.0  # in a calibrated gate, the logit that a token of root-mean-square length pays to itself
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
@@ -29,7 +29,7 @@ def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) 
     """
     x = jnp.where((pos >= 0)[..., None], hidden[:, 0].astype(jnp.float32), 0.0)
     q, k, v = (jnp.einsum("btd,adc->batc", x, w, precision=lax.Precision.HIGHEST) for w in (query, key, value))
-    prompt, last = Block(k, v, pos[:, None]), pos.max(1, keepdims=True)
+    prompt, last = KVBlock(k, v, pos[:, None]), pos.max(1, keepdims=True)
 
     def attend(q: Array, pos: Array) -> Array:
         return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
@@ -42,11 +42,11 @@ def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) 
 class Gates(Kind):
     """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
 
-    `query`, `key` f32[A D C], `value` f32[A D E], `output` f32[A E K], `bias` f32[K]. With x the hidden states that the
-    layer's queries and keys are made of, the gate of key/value head h is the sigmoid of column h of the sum over a of
-    softmax(x query_a (x key_a)^T / sqrt(C)) x value_a output_a, plus bias_h. There is no public release; of a torch
-    module with linear maps q [A*C D] and o [K A*E], `query` is `q.weight.reshape(A, C, D).transpose(1, 2)` and `output`
-    is `o.weight.T.reshape(A, E, K)`.
+    `query`, `key` f32[A D C], `value` f32[A D E], `needs_output` f32[A E K], `bias` f32[K]. With x the hidden states
+    that the layer's queries and keys are made of, the gate of key/value head h is the sigmoid of column h of the sum
+    over a of softmax(x query_a (x key_a)^T / sqrt(C)) x value_a output_a, plus bias_h. There is no public release; of a
+    torch module with linear maps q [A*C D] and o [K A*E], `query` is `q.weight.reshape(A, C, D).transpose(1, 2)` and
+    `needs_output` is `o.weight.T.reshape(A, E, K)`.
 
     Calibrated, A = 1 and E = K: a token attends to those that are like it, by a random projection which is query and
     key at once, and linear discriminants tell apart what it mixes: the logistic regression of two normal distributions
@@ -57,8 +57,9 @@ class Gates(Kind):
     keep: int = 50
     channels: int = 32
     ridge: int = 1000
-    queries = None
-    hidden = True
+    num_queries = None
+    needs_hidden = True
+    placed = True
 
     def __post_init__(self):
         if not 0 < self.keep < 100:
@@ -66,14 +67,14 @@ class Gates(Kind):
         if min(self.channels, self.ridge) < 1:
             raise KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Array]:
-        earlier, later = halves(block, seen)
-        received, asking = mass(block, seen, later.astype(jnp.float32), spec.window)
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        earlier, later = halves(block, observation)
+        received, asking = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
         asked = earlier[:, :1] & (asking[:, :1] > 0)
         number = asked.sum(2, dtype=jnp.int32)
         quota = jnp.broadcast_to(number * self.keep // 100, received.shape[:2])
         best = top(received.sum(2), asked, quota).astype(jnp.float32)
-        x, scale = self._alike(seen, spec)
+        x, scale = self._alike(observation, spec)
         x = jnp.where(asked[:, 0, :, None], x, 0.0)
         return {
             "texts": jnp.ones(number.shape),
@@ -85,17 +86,17 @@ class Gates(Kind):
             "xx": jnp.einsum("btd,bte->bde", x, x, precision=lax.Precision.HIGHEST)[:, None],
         }
 
-    def _alike(self, seen: Obs, spec: LayerSpec) -> tuple[Array, Array]:
+    def _alike(self, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
         """What each token mixes of hidden states like its own, f32[B T D], and what the projection is scaled by."""
-        real = (seen.pos >= 0)[:, None, :, None]
-        x = jnp.where(real, seen.hidden.astype(jnp.float32), 0.0)
+        real = (observation.pos >= 0)[:, None, :, None]
+        x = jnp.where(real, observation.hidden_states.astype(jnp.float32), 0.0)
         tokens = jnp.maximum(real.sum((2, 3), dtype=jnp.float32), 1.0)
         power = jnp.maximum(jnp.square(x).sum((2, 3)) / tokens, 1e-12)
         scale = jnp.sqrt(SHARPNESS * self.channels**0.5 / power)  # f32[B 1], of each row's own hidden states
         D = x.shape[3]
         projection = jnp.asarray(self._projection(D, spec), jnp.float32)[None]
         by_row = scale[:, :, None, None]
-        mixed = attended(by_row * x, seen.pos, projection, projection, jnp.eye(D)[None])
+        mixed = attended(by_row * x, observation.pos, projection, projection, jnp.eye(D)[None])
         return (mixed / by_row)[:, 0], scale
 
     def _projection(self, width: int, spec: LayerSpec) -> np.ndarray:
@@ -111,12 +112,12 @@ class Gates(Kind):
         value, bias = _discriminants(counted, self.ridge)
         scale = (counted["scale"] / counted["texts"]).item()
         projection = scale * self._projection(len(value), spec)[None]
-        same = np.eye(spec.kv_heads)[None]
+        same = np.eye(spec.num_kv_heads)[None]
         made = {"query": projection, "key": projection, "value": value[None], "output": same, "bias": bias}
         return {name: array.astype(np.float32) for name, array in made.items()}
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
-        A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.kv_heads
+        A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.num_kv_heads
         shapes = {"query": (A, D, C), "key": (A, D, C), "value": (A, D, C), "output": (A, C, K), "bias": (K,)}
         return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.contract import LayerSpec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.read.reader import cut
 from kvjax.cache.tables import Kind, table
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, KVBlock
 
 COPIES, RANDOM_TOKENS = 4, 2500  # how often so many tokens of chance are repeated to find retrieval heads
 
@@ -28,18 +28,18 @@ class HeadWeights(Kind):
     looks far back. It is averaged over the query heads of a key/value head, and over texts.
     """
 
-    queries = None
+    num_queries = None
     positions = 500
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Array]:
-        bare_k = jnp.where((block.pos >= 0)[..., None], spec.rope.bare(block.k, block.pos), 0.0)
-        real = (seen.pos >= 0)[:, None, None, :, None]
-        bare_q = jnp.where(real, spec.rope.bare_queries(seen.q, seen.pos), 0.0)
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        bare_k = jnp.where((block.pos >= 0)[..., None], spec.rope.unrotate(block.k, block.pos), 0.0)
+        real = (observation.pos >= 0)[:, None, None, :, None]
+        bare_q = jnp.where(real, spec.rope.unrotate_queries(observation.q, observation.pos), 0.0)
         tokens = jnp.maximum(real.sum(3, keepdims=True, dtype=jnp.float32), 1.0)
         at = jnp.arange(self.positions, dtype=jnp.int32)[None]
         k = jnp.repeat(bare_k.sum(2, keepdims=True) / tokens[:, :, 0], self.positions, 2)
-        q = spec.rope.turn_queries(bare_q.sum(3, keepdims=True) / tokens, at[:, -1:])
-        paid = jax.nn.softmax(scores(q, spec.rope.turn(k, at[:, None])), -1)
+        q = spec.rope.rotate_queries(bare_q.sum(3, keepdims=True) / tokens, at[:, -1:])
+        paid = jax.nn.softmax(scores(q, spec.rope.rotate(k, at[:, None])), -1)
         weight = jnp.cumsum(paid, -1).mean((2, 3, 4))
         return {"weights": weight, "texts": jnp.ones_like(weight)}
 
@@ -56,15 +56,15 @@ class RetrievalHeads(Kind):
     counts. As in Huawei's msmodelslim, which also says how many tokens, and how often.
     """
 
-    queries = None
+    num_queries = None
 
     def documents(self, vocabulary: int, positions: int) -> list[list[int]]:
         once = np.random.default_rng(0).integers(vocabulary, size=min(RANDOM_TOKENS, positions // COPIES))
         return [once.tolist() * COPIES]
 
-    def count(self, block: Block, seen: Obs | None, spec: LayerSpec) -> dict[str, Array]:
-        size = min(64, seen.pos.shape[1])
-        some = cut(seen.q, 3, size), cut(seen.pos, 1, size, -1)
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        size = min(64, observation.pos.shape[1])
+        some = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1)
         period = jnp.maximum((block.pos >= 0).sum(2, dtype=jnp.int32) // COPIES, 1)[:, :, None, None]
         found = lax.map(lambda xs: _looked_back(block, *xs, period, spec.window), some)
         return jax.tree.map(lambda x: x.sum(0), found)
@@ -74,7 +74,7 @@ class RetrievalHeads(Kind):
         return {name: mean.max(1).astype(np.float32) for name, mean in means.items()}
 
 
-def _looked_back(block: Block, q: Array, q_pos: Array, period: Array, window: int | None) -> dict[str, Array]:
+def _looked_back(block: KVBlock, q: Array, q_pos: Array, period: Array, window: int | None) -> dict[str, Array]:
     """Of queries [B K G Q H], what they pay to earlier copies f32[B K G], and the number of such pairs f32[B K 1]."""
     p, _, l = weights(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG))
     back = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query

@@ -9,10 +9,10 @@ from collections import Counter
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.contract import LayerSpec
 from kvjax.cache.given import Given
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.budget_allocation import HeadBudgets, match_total
 from kvjax.cache.select.budgets import Budget
-from kvjax.cache.select.shares import HeadShares, levelled
 from kvjax.core.types import Array, KvjaxError
 
 ALL = 2**30
@@ -20,37 +20,36 @@ ALL = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths(HeadShares, Budget):
+class Lengths(HeadBudgets, Budget):
     """How many tokens each head of a layer keeps, or all if a row has fewer: a division, and the budget that it needs.
 
     tokens: of each head, those that it keeps in any case among them; `ALL` for a head that loses none. part: above 0, a
     head also keeps one in so many of a row's tokens, and `beside` more, where that makes more than its number.
     """
 
-    level = True
     tokens: tuple[int, ...]
     part: int = 0
     beside: int = 0
 
-    def kept(self, length: int, layer: int, layers: int) -> int:
+    def kept(self, length: int) -> int:
         """The mean over the heads, rounded up."""
         total, least = 0, self._growing(length)
         for tokens, heads in _alike(self.tokens):  # this is asked for every length up to that of the prompt
             total += heads * min(length, max(tokens, least))
         return -(-total // len(self.tokens))
 
-    def most(self, layer: int, layers: int) -> int | None:
+    def most(self) -> int | None:
         unbounded = self.part > 0 or ALL in self.tokens
-        return None if unbounded else self.kept(max(self.tokens), layer, layers)
+        return None if unbounded else self.kept(max(self.tokens))
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         free = allowed.sum(-1, dtype=jnp.int32)
         own = jnp.asarray(self.tokens, jnp.int32)[:, None]
         least = jnp.broadcast_to(self._growing(free + beside), free.shape)[None]
         parts = jnp.clip(jnp.maximum(own, least) - beside[None], 0, free[None])
         # Other slots of a method may take places that the heads of this one would have used.
         total = jnp.minimum(parts.sum(0, dtype=jnp.int32), len(self.tokens) * quota)
-        return levelled(parts, total, jnp.zeros_like(quota), free).T
+        return match_total(parts, total, jnp.zeros_like(quota), free).T
 
     def _growing(self, length: Array | int) -> Array | int:
         """The least that a head keeps of rows of so many tokens, if they have it."""
@@ -63,7 +62,7 @@ def _alike(tokens: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(Counter(tokens).items())
 
 
-class ByTable(HeadShares, Budget):
+class ByTable(HeadBudgets, Budget):
     """A rule that makes `Lengths` of a table: a frozen dataclass with the method `at`.
 
     It stands in a method twice: as the budget of its selection, and as the shares of its pages.
@@ -76,8 +75,8 @@ class ByTable(HeadShares, Budget):
 
 def of_all_heads(table: Given, spec: LayerSpec, name: str) -> np.ndarray:
     """What a table says of every head of the model under a name, f64[L K]."""
-    layers = (dataclasses.replace(spec, index=i) for i in range(spec.layers))
-    return np.stack([table.of(layer, **{name: (spec.kv_heads,)})[name] for layer in layers]).astype(np.float64)
+    layers = (dataclasses.replace(spec, index=i) for i in range(spec.num_layers))
+    return np.stack([table.of(layer, **{name: (spec.num_kv_heads,)})[name] for layer in layers]).astype(np.float64)
 
 
 def highest(scores: np.ndarray, count: int) -> np.ndarray:

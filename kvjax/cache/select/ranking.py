@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.contract import LayerSpec
-from kvjax.cache.select.represent import part_of
-from kvjax.cache.select.shares import HeadShares, LayerShares
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.budget_allocation import HeadBudgets, LayerBudgets
+from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import top
 from kvjax.core.attention import NEG
+from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.observe import Obs
-from kvjax.core.types import Array, Block, IncompatibleMethod, KvjaxError
+from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 
 
 class Candidates(NamedTuple):
@@ -26,7 +27,7 @@ class Candidates(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelRanking(LayerShares):
+class ModelRanking(LayerBudgets):
     """The best units of all heads of all layers stay, as many as the layers' budgets make together.
 
     This is the rule by which KVzip divides its budget (Kim et al. 2025, arXiv 2505.23416, and kvpress' default).
@@ -50,8 +51,8 @@ class ModelRanking(LayerShares):
                 f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same"
             )
 
-    def measure(self, layer: Any, block: Block, seen: Obs | None) -> Candidates:
-        return self.rescale(layer.method.select.candidates(block, seen, layer.spec))
+    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Candidates:
+        return self.rescale(layer.method.select.candidates(block, observation, layer.spec))
 
     def rescale(self, found: Candidates) -> Candidates:
         """One layer's candidates on the scale on which layers are compared."""
@@ -63,15 +64,15 @@ class ModelRanking(LayerShares):
         scaled = found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30)
         return found._replace(scores=jnp.where(scored, scaled, found.scores))
 
-    def tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
         L, B, K, U = measures.scores.shape
         scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, L * K, U)
         quota = jnp.repeat(measures.quota.T, K, 1)  # i32[B L*K]
         allowed = scores > -jnp.inf
-        safe = part_of(self.safe, quota)
+        safe = fraction_of(self.safe, quota)
         # Representatives take places of all heads alike, so that every head must have as many of its own.
-        if layer.method.represent is not None:
-            safe = jnp.maximum(safe, part_of(layer.method.represent.share, quota))
+        if layer.method.representatives is not None:
+            safe = jnp.maximum(safe, fraction_of(layer.method.representatives.share, quota))
         first = jnp.where(top(scores, allowed, safe), jnp.inf, scores)
         best = top(first.reshape(B, -1), allowed.reshape(B, -1), quota.sum(-1)).reshape(B, L, K, U)
         won = jnp.moveaxis(best.sum(-1, dtype=jnp.int32), 1, 0)
@@ -79,10 +80,11 @@ class ModelRanking(LayerShares):
 
     def check(self, layer: Any) -> None:
         method = layer.method
-        if method.apart is None or not method.apart.by_head:
+        if method.side_store is None or not method.side_store.by_head:
             raise IncompatibleMethod(
-                "a ranking over the model (slot `shares`) gives heads unequal lengths and needs a store for them in "
-                "slot `apart`; write it as a component over a selection, as in 'snapkv:budget=512 + adakv:scope=model'"
+                "a ranking over the model (slot `layer_budgets`) gives heads unequal lengths and needs a store for "
+                "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "
+                "adakv:scope=model'"
             )
         scorer = method.select.scorer
         if not (scorer.comparable or self.normalise):
@@ -92,13 +94,13 @@ class ModelRanking(LayerShares):
                 "of their absolute values, or divide the budget within each layer (scope=layer), or take a scorer of "
                 "attention weights, as in 'snapkv:budget=512 + adakv:scope=model'"
             )
-        self._check_budget(method.select, layer.spec)
+        self._check_budget(method.select, layer.budgets)
 
-    def _check_budget(self, select: Any, spec: LayerSpec) -> None:
+    def _check_budget(self, select: Any, budgets: Sequence[int | None]) -> None:
         """Raises KvjaxError for a budget in tokens of which sinks and recents leave nothing to rank in any layer."""
         always, size = select.sinks + select.recent, select.unit.size
-        most = [select.budget.most(index, spec.layers) for index in range(spec.layers)]
-        if all(tokens is not None and tokens < always + size for tokens in most):
+        most = [tokens for tokens in budgets if tokens is not None]
+        if len(most) == len(budgets) and max(most) < always + size:
             raise KvjaxError(
                 f"{select.budget} keeps {max(most)} tokens of a head in the mean, and {always} sinks and recents stay "
                 f"in every head, so that nothing is left to rank over the model; raise the budget to at least "
@@ -107,10 +109,10 @@ class ModelRanking(LayerShares):
 
 
 @dataclasses.dataclass(frozen=True)
-class BestOfLayer(HeadShares):
+class BestOfLayer(HeadBudgets):
     """The best units of all heads of a layer stay, and no head keeps any in any case (KVzip with layerwise budgets)."""
 
-    def divide(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         return count_best(scores, allowed, quota)
 
 
@@ -138,7 +140,7 @@ def count_best(scores: Array, allowed: Array, quota: Array) -> Array:
     return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
-class Counted(HeadShares):
+class Counted(HeadBudgets):
     """What each head keeps is known: i32[B K] tokens, of all heads of the layer; only made while a layer is traced."""
 
     def __init__(self, tokens: Array, size: int):
@@ -146,10 +148,10 @@ class Counted(HeadShares):
 
     def others(self, spec: LayerSpec) -> int:
         """Those of all heads of all layers."""
-        return spec.layers * spec.kv_heads - 1
+        return spec.num_layers * spec.num_kv_heads - 1
 
-    def heads(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
-        """i32[B K] units of the heads on this device, beside those that stay in any case; see `HeadShares`."""
+    def allocate_local(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        """i32[B K] units of the heads on this device, beside those that stay in any case; see `HeadBudgets`."""
         here = scores.shape[1]
         first = over_heads.first(here)
         mine = jnp.take(self.tokens, first + jnp.arange(here, dtype=jnp.int32), axis=1)

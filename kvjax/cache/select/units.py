@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, Block, KvjaxError
+from kvjax.core.mesh import over_heads, vary
+from kvjax.core.types import Array, KVBlock, KvjaxError
 
 
 class Unit(Protocol):
@@ -147,7 +147,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
         return chosen | (equal & one & ~enough), equal & (one == enough), jnp.where(enough, left, left - ones)
 
     left = jnp.broadcast_to(count, (*key.shape[:-1], 1))
-    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, (jnp.zeros(key.shape, bool), equal, left))
+    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, vary((jnp.zeros(key.shape, bool), equal, left)))
     index = jnp.arange(key.shape[-1], dtype=jnp.int32).reshape(*(1,) * (key.ndim - 1), -1)
     bits = key.shape[-1].bit_length()
 
@@ -155,7 +155,7 @@ def top(scores: Array, allowed: Array, count: Array) -> Array:
         later = last | (jnp.int32(2 ** (bits - 1)) >> i)
         return jnp.where(number(equal & (index < later)) < left, later, last)
 
-    last = jax.lax.fori_loop(0, bits, index_bit, jnp.zeros_like(left))
+    last = jax.lax.fori_loop(0, bits, index_bit, vary(jnp.zeros_like(left)))
     return chosen | (equal & (left > 0) & (index <= last))
 
 
@@ -209,7 +209,7 @@ def slots_where(mask: Array, count: int) -> Array:
     return jnp.where(found < S, found, -1)
 
 
-def gather(block: Block, idx: Array) -> Block:
+def gather(block: KVBlock, idx: Array) -> KVBlock:
     """The tokens at slots idx i32[B 1|K n] as a block of n slots, empty where idx < 0; pos keeps K = 1 if idx does."""
     B, K, _, H = block.k.shape
     at = jnp.maximum(idx, 0)
@@ -219,7 +219,7 @@ def gather(block: Block, idx: Array) -> Block:
     pos = _take(jnp.broadcast_to(block.pos, (B, heads, block.pos.shape[2])), where, 2)
     k, v = (_take(x, rows, 2) for x in (block.k, block.v))
     bias = None if block.bias is None else _take(block.bias, rows[..., 0], 2)
-    return Block(k, v, jnp.where(idx >= 0, pos, -1), bias)
+    return KVBlock(k, v, jnp.where(idx >= 0, pos, -1), bias)
 
 
 def _take(x: Array, idx: Array, axis: int) -> Array:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from kvjax.core.attention import NEG, attend_dense
 from kvjax.core.kernels.packed_kernel import ROWS, WORDS, Plan, kernel
-from kvjax.core.types import Array, Block, KvjaxError, Partial
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial
 
 PROGRAMS = 1024  # programs to aim at: about what an H200 holds at once, 8 warps on each of its 132 multiprocessors
 
@@ -82,7 +82,7 @@ def reference(
     below = jnp.arange(plan.slots, dtype=jnp.int32)[None, None] < settled[:, None, None]
     pos = jnp.where(below, pos, -1)
     v = jnp.where((pos >= 0)[..., None], values(v, bits), 0.0)  # what an empty slot holds: 0 * inf would be NaN
-    return attend_dense(q.astype(jnp.float32), Block(keys(k, bits), v, pos), q_pos, window)
+    return attend_dense(q.astype(jnp.float32), KVBlock(keys(k, bits), v, pos), q_pos, window)
 
 
 def keys(k: Codes, bits: int) -> Array:

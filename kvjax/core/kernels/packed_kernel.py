@@ -134,9 +134,9 @@ def _query(plan: Plan, row):
     return pl.program_id(1) % pl.cdiv(plan.queries, ROWS) * ROWS + row
 
 
-def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, carry):
+def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, cross_layer):
     """The online softmax, in powers of two, over the WORDS rows of words from `first` on."""
-    o, m, l = carry
+    o, m, l = cross_layer
     upper = (span(2 * ROWS) < ROWS)[:, None]
     keys, values = _keys(plan, refs, settled, first), None
     for start in range(0, plan.per // 2, 2 * STEPS):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.cache.contract import Traits
+from kvjax.cache.protocol import Traits
 from kvjax.core.types import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record

@@ -12,10 +12,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kvjax.core.types import KvjaxError
+from kvjax.generation.planned import planned_bytes
 from kvjax.methods.catalogue import load_all
 from kvjax.methods.strings import Part, joined, parts_given
 from kvjax.models.config import Config
-from kvjax.run.planned import planned_bytes
 
 BITS = (8, 4, 3, 2, 1)
 LONGEST = 40  # letters of a share

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
-from kvjax.methods.identity import identity_now
+from kvjax.generation.planned import planned_bytes
+from kvjax.methods.identity import identity
 from kvjax.methods.strings import Methods, is_made_by_kvjax, named
 from kvjax.models.model import Model
-from kvjax.run.planned import planned_bytes
 
 SPEED = "speed"
 GROUP = 16  # methods that share what the model makes of a batch
@@ -129,12 +129,12 @@ def check_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]
 
 def check_unchanged(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
     """What each name stands for, compared with what it stood for when the store's records were made."""
-    meant = {name: identity_now(method) for name, method in methods.items()}
+    meant = {name: identity(method) for name, method in methods.items()}
     for r in store.records:
         if r.get("meant") and r["meant"] != meant.get(r["method"], r["meant"]):
             raise KvjaxError(
-                f"{r['method']!r} is not the method that was recorded under this name: its code, its values or its "
-                "table have changed. Choose another --out, or delete the old one"
+                f"{r['method']!r} is not the method that was recorded under this name: its code, its values, its "
+                "table or the version of kvjax have changed. Choose another --out, or delete the old one"
             )
     return meant
 

@@ -9,19 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
+from kvjax.generation import stops
+from kvjax.generation.context import Context
+from kvjax.generation.generate import generate
+from kvjax.generation.planned import planned_bytes
+from kvjax.generation.prompts import round_up
+from kvjax.generation.result import Result
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.run import stops
-from kvjax.run.context import Context, read
-from kvjax.run.generate import generate
-from kvjax.run.planned import planned_bytes
-from kvjax.run.prompts import round_up
-from kvjax.run.result import Result
-from kvjax.testbed.tasks import Instance
 
 Rows = Sequence[np.ndarray]
 
@@ -30,39 +29,6 @@ Replies = tuple[list[list[str]], CacheBytes]
 """[ask][row], the generated text up to the first stop; bytes of the contexts."""
 
 SPEED_TOKENS, SPEED_RUNS = 64, 3
-
-
-def answers(model: Model, method: str | KVMethod, instances: Sequence[Instance]) -> tuple[list[list[bool]], CacheBytes]:
-    """Whether each question of each instance is answered exactly, greedily, by what is held of its context alone.
-
-    The instances form one batch and must have equally many questions. Returns also the bytes that the contexts take.
-    """
-    longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
-    context = read(model, [i.context for i in instances], method, room=longest)
-    return right_answers(context, instances), context.bytes
-
-
-def right_answers(context: Context, instances: Sequence[Instance]) -> list[list[bool]]:
-    """[instance][question], whether it is answered exactly and greedily by what the context holds of the instance."""
-    right: list[list[bool]] = [[] for _ in instances]
-    for asked in zip(*(i.questions for i in instances), strict=True):
-        new = max(len(q.answer) for q in asked)
-        out = context.ask([q.prompt for q in asked], max_new_tokens=new, eos_ids=())
-        for row, q, tokens in zip(right, asked, out.tokens, strict=True):
-            row.append(q.right(tokens))
-    return right
-
-
-def continuation(
-    model: Model, method: str | KVMethod, tokens: np.ndarray, context: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Teacher-forced: tokens i32[B T], of which the first `context` are read and the rest decoded.
-
-    Returns (log-probabilities in nats f32[B T-context], the likeliest token at each of these places).
-    """
-    held = read(model, tokens[:, :context], method, capacity=tokens.shape[1])
-    logp, likeliest = zip(*held.score(tokens[:, context:]), strict=True)
-    return np.stack(logp), np.stack(likeliest)
 
 
 def shared(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:

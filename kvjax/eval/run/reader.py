@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from kvjax.cache.contract import KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
+from kvjax.generation.context import Context, read
+from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.prompts import round_up
 from kvjax.models.model import Model
-from kvjax.run.context import Context, read
-from kvjax.run.exact import Exact, read_exactly
-from kvjax.run.prompts import round_up
 
 SHARE = 1 / 8
 """Of the memory that is installed, what exact keys, values and queries may take."""
@@ -23,15 +23,16 @@ class Reader:
     """Reads rows under methods; what the model makes of the latest rows is kept for the next methods.
 
     Of rows whose exact keys, values and queries of all layers are too large to be kept each method reads for itself.
+    least_room: tokens that there is room for behind all rows, whatever is asked for.
     """
 
-    def __init__(self, model: Model):
-        self.model = model
+    def __init__(self, model: Model, least_room: int = 0):
+        self.model, self._least_room = model, least_room
         self._kept: dict[tuple, Exact] = {}  # the latest last
 
     def read(self, rows: Sequence[np.ndarray], method: str | KVMethod, *, room: int, width: int) -> Context:
         """As `kvjax.read`."""
-        width, most = round_up(width), self._most()
+        width, room, most = round_up(width), max(room, self._least_room), self._most()
         if self._size(len(rows), width) > most:
             return read(self.model, rows, method, room=room, width=width)
         ids = [np.asarray(row).tolist() for row in rows]

@@ -23,22 +23,22 @@ from kvjax.core.files import replacing
 from kvjax.core.lock import claim
 from kvjax.core.types import KvjaxError
 from kvjax.eval.run.machine import machine, version
-from kvjax.eval.run.record import problem
 from kvjax.models import checkpoint
 from kvjax.models.model import Model, located
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 PINNED = ("digest", "dtype", "seed", "batch", "seen", "device")  # a run is continued only under the same ones
 GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
-
-Key = tuple[str, str, str]
-"""(method, task, key of the case)"""
-
+NEEDED = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
+"""What every record has."""
 
 KEEP = (
     "the records beside it are still good: if they are of this model and these options, run the same `kvjax eval` with "
     "--rebuild, which writes it anew"
 )
+
+Key = tuple[str, str, str]
+"""(method, task, key of the case)"""
 
 
 class Damaged(KvjaxError):
@@ -71,13 +71,17 @@ class Store:
 
         Raises KvjaxError, and writes nothing, for what could not be read again, such as a score beyond 1.
         """
-        new = [dict(r) for r in records if key(r) not in self._records]
+        new, lines = [dict(r) for r in records if key(r) not in self._records], ""
         for r in new:
-            if wrong := problem(r):
+            wrong = _problem(r)
+            try:
+                lines += json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n"
+            except (TypeError, ValueError) as e:
+                wrong = f"cannot be written as JSON ({e})"
+            if wrong:
                 raise KvjaxError(f"the record of {r['method']} on {r['key']} {wrong}; mend the task or its metric")
         self._before()
         self._before = lambda: None
-        lines = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in new)
         self._file.write(lines.encode(errors="backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -96,15 +100,10 @@ def opened(directory: str | Path, run: Mapping[str, Any], rebuild: bool = False)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("ab") as lock:
         claim(lock.fileno(), directory)
-        path = directory / RECORDS
-        records, good = _parse(path)
+        records, good = _parse(directory / RECORDS)
         run = _checked(directory, run, records, rebuild)
-        with path.open("ab") as file:
-            if file.tell() != good:
-                file.truncate(good)
-            if records and not path.read_bytes().endswith(b"\n"):
-                file.write(b"\n")  # a whole line lacks only its end
-                file.flush()
+        with (directory / RECORDS).open("ab") as file:
+            file.truncate(good)
             yield Store(file, records, lambda: _write(directory / RUN, run))
 
 
@@ -121,80 +120,72 @@ def read_run(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / RUN
     try:
         run = documents.loads(path.read_bytes())
-        if not isinstance(run, dict):
-            raise ValueError(f"a {type(run).__name__}, not an object")
-        for names, kind in (((*GROWING, "resumed"), list), (("model", "started"), str)):
-            if wrong := [name for name in names if not isinstance(run.get(name, kind()), kind)]:
-                raise ValueError(f"{wrong[0]} is {run[wrong[0]]!r:.60}, not a {kind.__name__}")
-        return run
+        if not isinstance(run, dict) or "model" not in run:
+            raise ValueError("it names no model")
     except FileNotFoundError:
         raise KvjaxError(f"{directory} has no {RUN}; make it: kvjax eval --out {directory}") from None
     except ValueError as e:
         raise Damaged(f"{path} is damaged ({e}); {KEEP}") from e
+    return run
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, bytes up to the end of the last whole line, which may lack its line break)."""
-    if not path.is_file():
-        return [], 0
-    data = path.read_bytes()
-    good = data.rfind(b"\n") + 1
-    good = len(data) if _whole(data[good:]) else good
-    return [
-        _record(line, number, path) for number, line in enumerate(data[:good].splitlines(), 1) if line.strip()
-    ], good
+    """(records, bytes up to the end of the last whole line)."""
+    data = path.read_bytes() if path.is_file() else b""
+    good, records = data.rfind(b"\n") + 1, []
+    for number, line in enumerate(data[:good].splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = documents.loads(line)
+            wrong = _problem(record)
+        except ValueError as e:
+            wrong = f"is no JSON ({e})"
+        if wrong:
+            raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
+        records.append(record)
+    return records, good
 
 
-def _whole(line: bytes) -> bool:
-    """Whether a last line without line break is a record, and not what a killed process left of one."""
-    try:
-        return not problem(documents.loads(line))
-    except ValueError:
-        return False
-
-
-def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        record = documents.loads(line)
-        wrong = problem(record)
-    except ValueError as e:
-        wrong = f"is no JSON ({e})"
-    if wrong:
-        raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
-    return record
+def _problem(record: Any) -> str:
+    """What is wrong with a record, in words that follow its name; empty where nothing is."""
+    if not isinstance(record, Mapping):
+        return f"is {type(record).__name__}, not a record"
+    for name, kind in NEEDED.items():
+        if not isinstance(record.get(name), kind):
+            has = f"has {record[name]!r:.60} as" if name in record else "has no"
+            return f"{has} {name!r}, which must be a {kind.__name__}"
+    if not all(isinstance(x, int | float) and 0 <= x <= 1 for x in record["scores"]):
+        return f"has {record['scores']!r:.60} as 'scores', which must be numbers from 0 to 1"
+    return ""
 
 
 def _checked(
     directory: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], rebuild: bool
 ) -> Mapping[str, Any]:
     """What run.json shall say, after a check against what it says."""
-    if (directory / RUN).is_file():
-        try:
+    try:
+        if (directory / RUN).is_file():
             return _continued(read_run(directory), run, directory)
-        except Damaged:
-            if not rebuild:
-                raise
-    elif records and not rebuild:
-        raise KvjaxError(f"{directory} has records but no {RUN}; {KEEP}")
-    if records:
-        run = _rebuilt(run, records)
-        _write(directory / RUN, run)
-    return run
-
-
-def _rebuilt(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What run.json shall say of records that were made by a run of which nothing else is left."""
+        if records:
+            raise Damaged(f"{directory} has records but no {RUN}; {KEEP}")
+    except Damaged:
+        if not rebuild:
+            raise
+    if not records:
+        return run
+    note = (
+        f"{RUN} was damaged or missing at {run['started']} and has been written anew; that the {len(records)} records "
+        f"of before were made under the same {', '.join(PINNED)} has not been checked"
+    )
     told = {
         "methods": [r["method"] for r in records],
         "tasks": [r["task"] for r in records if r["task"] != "speed"],
         "lengths": [n for r in records if (n := r.get("about", {}).get("length")) is not None],
     }
-    grown = {n: list(dict.fromkeys([*told[n], *run[n]])) for n in GROWING}
-    note = (
-        f"{RUN} was damaged or missing at {run['started']} and has been written anew; that the {len(records)} records "
-        f"of before were made under the same {', '.join(PINNED)} has not been checked"
-    )
-    return {**run, **grown, "rebuilt": note}
+    run = {**run, **_grown(told, run), "rebuilt": note}
+    _write(directory / RUN, run)
+    return run
 
 
 def _write(path: Path, run: Mapping[str, Any]) -> None:
@@ -210,11 +201,12 @@ def _continued(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) 
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"
         )
-    if lacking := [n for n in GROWING if n not in old]:
-        raise Damaged(f"{directory / RUN} is damaged (it has no {lacking[0]}); {KEEP}")
-    grown = {n: list(dict.fromkeys([*old[n], *new[n]])) for n in GROWING}
     again = {"at": new["started"], "kvjax": new["kvjax"], "machine": new["machine"]}
-    return {**old, **grown, "resumed": [*old.get("resumed", ()), again]}
+    return {**old, **_grown(old, new), "resumed": [*old.get("resumed", ()), again]}
+
+
+def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {n: list(dict.fromkeys([*old.get(n, ()), *new[n]])) for n in GROWING}
 
 
 def describe(

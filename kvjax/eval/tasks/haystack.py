@@ -16,8 +16,8 @@ from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.eval.tasks.frame import Frame, framed
 from kvjax.eval.tasks.texts import largest
+from kvjax.generation.prompts import round_up
 from kvjax.models.model import Model
-from kvjax.run.prompts import round_up
 from kvjax.testbed import tasks
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."

@@ -12,9 +12,9 @@ from tokenizers import Encoding
 from kvjax.core.types import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
+from kvjax.generation.prompts import round_up
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.run.prompts import round_up
 from kvjax.testbed import corpus
 
 FOLLOWS = 256  # tokens predicted after a context, or as many as the context has if these are fewer

@@ -1,0 +1,36 @@
+"""How the components of a method are bound to a layer: what depends on the layer's place among the others is resolved.
+
+Bound layers that do the same are then equal values, and share their compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.cache.protocol import LayerSpec
+
+
+def bind_component(component: Any, spec: LayerSpec) -> Any:
+    """Resolves what a component of a method does in one layer.
+
+    A component that depends on the layer's place, or must check that it fits the layer, has a method `at(spec)`, which
+    returns what stands in its place there. It keeps `spec.without_index` and, where it truly needs the layer's number,
+    that number in a field of its own; if it kept the whole spec, every layer would have compiled programs of its own.
+    Of any other component the fields are resolved.
+    """
+    at = None if isinstance(component, type) else getattr(component, "at", None)
+    return bind_fields(component, spec) if at is None else at(spec)
+
+
+def bind_fields(component: Any, spec: LayerSpec) -> Any:
+    """Resolves each field of a dataclass, or each element of a tuple; the value itself where none of them changes."""
+    if type(component) is tuple:
+        parts = tuple(bind_component(x, spec) for x in component)
+        return parts if any(new is not old for new, old in zip(parts, component, strict=True)) else component
+    if not dataclasses.is_dataclass(component) or isinstance(component, type):
+        return component
+    old = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if f.init}
+    new = {name: bind_component(value, spec) for name, value in old.items()}
+    changed = {name: value for name, value in new.items() if value is not old[name]}
+    return dataclasses.replace(component, **changed) if changed else component

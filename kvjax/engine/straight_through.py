@@ -1,0 +1,212 @@
+"""Gradients through what a cache stores: codes with a floating-point carrier beside them, on the device.
+
+`make_differentiable(method)` is what `bind(.., differentiable=True)` binds. A codec that holds codes is wrapped in
+`StraightThrough`; a smooth one (plain rows, low rank, fewer channels) keeps its own gradient. Whatever a layer packs,
+its reader's copies and its side store included, stays floats in device memory. The forward pass computes the same
+numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from kvjax.cache.hold.by_prompt import KeysByPrompt
+from kvjax.cache.hold.codecs import Codec, CodecWrapper
+from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, Traits
+from kvjax.cache.read.full import Full
+from kvjax.cache.shared import Behind
+from kvjax.core import attention, memory
+from kvjax.core.attention_mass import Observation
+from kvjax.core.gradients import with_gradient_of
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
+
+
+@pytree
+class Carried:
+    """What the wrapped codec stores, and the exact vectors whose gradient it has."""
+
+    stored: Any
+    exact: Array  # [B K S H]
+
+
+@dataclasses.dataclass(frozen=True)
+class StraightThrough(CodecWrapper, KeysByPrompt):
+    """The wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
+
+    x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed as the codec does
+    it, and differentiated as those of x'. The carrier costs the bytes of an exact cache: use it to differentiate, not
+    to save memory.
+    """
+
+    inner: Codec
+
+    is_smooth = True
+
+    def encode_prompt(self, x: Array, pos: Array, seen: Observation | None) -> Carried:
+        return Carried(self.inner.encode_prompt(*_constant(x, pos, seen)), x)
+
+    def encode(self, x: Array, pos: Array) -> Carried:
+        return Carried(self.inner.encode(*_constant(x, pos)), x)
+
+    def found(self, x: Array, pos: Array, seen: Observation) -> Array:
+        return self._by_prompt().found(*_constant(x, pos, seen))
+
+    def held(self, x: Array, pos: Array, found: Array) -> Carried:
+        return Carried(self._by_prompt().held(*_constant(x, pos, found)), x)
+
+    def _by_prompt(self) -> KeysByPrompt:
+        if not isinstance(self.inner, KeysByPrompt):
+            raise KvjaxError(f"{self.inner} holds no keys by a prompt's queries; give the tier a codec that does")
+        return self.inner
+
+    def decode(self, stored: Carried) -> Array:
+        return self._straight(self.inner.decode(_constant(stored.stored)), stored.exact)
+
+    def append(self, stored: Carried, x: Array, at: Array) -> Carried:
+        inner = self.inner.append(*_constant(stored.stored, x, at))
+        return Carried(inner, memory.put(stored.exact, x.astype(stored.exact.dtype), at))
+
+    def gather(self, stored: Carried, idx: Array) -> Array:
+        # A codec clips what lies outside, and so must the carrier.
+        exact = memory.take(stored.exact, idx.clip(0, max(stored.exact.shape[2] - 1, 0)))
+        return self._straight(self.inner.gather(*_constant(stored.stored, idx)), exact)
+
+    def load(self, stored: Carried) -> Carried:
+        return Carried(self.inner.load(_constant(stored.stored)), stored.exact)
+
+    def scores(self, q: Array, stored: Carried) -> Array:
+        value = self.inner.scores(*_constant(q, stored.stored))
+        return with_gradient_of(value, attention.scores(q, self.decode(stored)))
+
+    def score_in_place(self, q: Array, stored: Carried) -> Array:
+        value = self.inner.score_in_place(*_constant(q, stored.stored))
+        return with_gradient_of(value, attention.scores(q, self.decode(stored)))
+
+    def mix(self, p: Array, stored: Carried) -> Array:
+        value = self.inner.mix(*_constant(p, stored.stored))
+        return with_gradient_of(value, attention.mix(p, self.decode(stored)))
+
+    def num_committed(self, stored: Carried, n: Array) -> Array:
+        return self.inner.num_committed(stored.stored, n)
+
+    def filled(self, stored: Carried, num_tokens: int) -> Any:
+        return self.inner.filled(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
+
+    def in_pages(self, page: int) -> Codec | None:
+        inner = self.inner.in_pages(page)
+        return None if inner is None else StraightThrough(inner)
+
+    def _straight(self, coded: Array, exact: Array) -> Array:
+        return with_gradient_of(coded, exact.astype(coded.dtype))
+
+
+def _constant(*trees: Any) -> Any:
+    """The same arrays without their tangents; of a single tree, that."""
+    found = jax.tree.map(lax.stop_gradient, trees)
+    return found if len(trees) > 1 else found[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
+class DifferentiableLayer(MethodLayer):
+    """A bound layer of a `Method` whose codecs carry gradients: what it packs stays floats in device memory."""
+
+    def prefill(self, block: KVBlock, seen: Observation | None, slots: int) -> LayerState:
+        with memory.as_floats(True):
+            return super().prefill(block, seen, slots)
+
+    def stored(self, block: KVBlock, seen: Observation | None) -> tuple[Any, Any, Any]:
+        with memory.as_floats(True):
+            return super().stored(block, seen)
+
+    def extend(
+        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any = None
+    ) -> tuple[Array, LayerState, Any]:
+        with memory.as_floats(True):
+            return super().extend(state, q, fresh, commit, carry)
+
+    def extend_with_prefix(
+        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any, beside: Partial
+    ) -> tuple[Array, LayerState, Any]:
+        with memory.as_floats(True):
+            return super().extend_with_prefix(state, q, fresh, commit, carry, beside)
+
+    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
+        with memory.as_floats(True):
+            return super().appended(state, block)
+
+    def crop(self, state: LayerState, count: Array) -> LayerState:
+        with memory.as_floats(True):
+            return super().crop(state, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """A `Method` through whose cache gradients pass."""
+
+    method: Method
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the method, with everything on the device."""
+        return dataclasses.replace(self.method.traits, host=False)
+
+    @property
+    def recipe(self) -> str:
+        """The string that made the method."""
+        return self.method.recipe
+
+    def bind(self, spec: LayerSpec) -> DifferentiableLayer:
+        """The method in one layer; raises KvjaxError where it cannot serve the model."""
+        layer = _carrying(self.method).bind(spec)
+        return DifferentiableLayer(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
+
+
+def make_differentiable(method: KVMethod) -> KVMethod:
+    """Makes a method through whose cache gradients pass; its forward pass computes the same numbers.
+
+    Placement in host memory is taken off, codes get an exact carrier (see `StraightThrough`), 16-bit floats are no raw
+    bits. Where codes are read, the gradient is that of the exact vectors, at the values of the codes. Everything else
+    has its own gradient. Choices have none: which tokens stay and which are read counts as given.
+
+    Args:
+      method: a `kvjax.Method`, or one behind a shared prefix.
+
+    Returns:
+      A method to bind in its place.
+
+    Raises:
+      KvjaxError: for a method that is not assembled from components; it has to hold floats itself.
+    """
+    if isinstance(method, Differentiable):
+        return method
+    if isinstance(method, Method):
+        return Differentiable(method)
+    if isinstance(method, Behind):
+        return Behind(make_differentiable(method.prefix), make_differentiable(method.own))
+    raise KvjaxError(
+        f"differentiable=True wraps the components of a kvjax.Method, and {type(method).__name__} has none: such a "
+        "method passes gradients where its own state is of floats; bind it with differentiable=False"
+    )
+
+
+def _carrying(component: Any) -> Any:
+    """A method, or one of its components, with every codec in it on the device and, unless smooth, wrapped."""
+    if isinstance(component, Codec):
+        codec = component.on_device()
+        return codec if codec.is_smooth else StraightThrough(codec)
+    if isinstance(component, Full):
+        return Full("xla")  # kernels read the codes alone
+    if type(component) is tuple:
+        return tuple(map(_carrying, component))
+    if not dataclasses.is_dataclass(component) or isinstance(component, type):
+        return component
+    old = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if f.init}
+    new = {name: _carrying(value) for name, value in old.items()}
+    changed = {name: value for name, value in new.items() if value is not old[name]}
+    return dataclasses.replace(component, **changed) if changed else component

@@ -1,0 +1,113 @@
+"""What a call needs, held against what there is: the model's positions, and memory."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.accounting import CacheBytes
+from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.core import memory
+from kvjax.core.types import Array, KvjaxError, KvjaxWarning
+from kvjax.engine.forward import Plan
+from kvjax.generation.planned import bytes_of
+from kvjax.methods.strings import name_of
+from kvjax.models.config import LARGEST, Config
+from kvjax.models.model import Model
+
+SHORTEN = "shorten the text, or use a method that is made for endless text, such as infllm"
+
+
+def check_prompts(
+    model: Model, plan: Plan, lengths: Sequence[int], slots: tuple[int, ...], capacity: int, width: int, piece: int
+) -> None:
+    """Before prompts are read: raises KvjaxError where their cache cannot fit, and warns of too few positions.
+
+    slots: of each layer. capacity: tokens per row. width: what rows are padded to. piece: tokens read at a time.
+    """
+    if capacity > LARGEST:
+        raise KvjaxError(
+            f"a cache for {capacity:,} tokens per row was asked for, and positions are 32-bit integers; ask for fewer "
+            "new tokens, or for less room"
+        )
+    longest = max(lengths)
+    if longest > model.config.max_positions and not all(
+        x.needs.unbounded_length and x.needs.prompt_chunk for x in plan
+    ):
+        _warn(model, f"prompts of {longest:,} tokens go")
+    needed = _planned(plan, model.config, slots, len(lengths), min(width, capacity), jnp.dtype(model.dtype))
+    reading = len(lengths) * min(longest, piece) * (model.config.width + model.config.mlp_width) * model.dtype.itemsize
+    what = f"{len(lengths)} rows of up to {longest:,} tokens in a cache for {capacity:,}"
+    _check_memory(model, needed["device"] + reading, needed["pinned_host"], what)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    plan: Plan, config: Config, slots: tuple[int, ...], rows: int, width: int, dtype: jnp.dtype
+) -> dict[str, int]:
+    """Bytes of a cache by memory kind: known again as long as its compiled programs are."""
+    return bytes_of(plan, config, slots, rows, width, dtype)
+
+
+def _check_memory(model: Model, device: int, host: int, what: str) -> None:
+    """Raises KvjaxError for more bytes than the model's devices, or this machine, have in all."""
+    held = model.params["embedding"]
+    there = memory.installed(held.devices() if isinstance(held, Array) else jax.devices()[:1])
+    needed = [(device + host, there.device)] if there.shared else [(device, there.device), (host, there.host)]
+    for size, most in needed:
+        if most is not None and size > most:
+            raise KvjaxError(
+                f"{what} take at least {size / 1e9:,.1f} GB of memory, and there are {most / 1e9:,.1f} GB; give fewer "
+                "or shorter prompts at a time, ask for fewer new tokens, or use a method that holds less"
+            )
+
+
+def check_result(model: Model, rows: int, tokens: int) -> None:
+    """Raises KvjaxError where the logits of so many tokens of each row cannot fit."""
+    size = 4 * rows * tokens * model.config.vocab_size
+    _check_memory(model, size, 0, f"the logits of {rows} rows of {tokens:,} tokens")
+
+
+def check_fed(model: Model, plan: Plan, used: int, more: int) -> None:
+    """Warns where `more` tokens behind `used` ones are the first beyond the positions that the model was made for."""
+    if used <= model.config.max_positions < used + more and not all(layer.needs.unbounded_length for layer in plan):
+        _warn(model, f"{more:,} tokens behind {used:,} others go")
+
+
+def check_decoding(model: Model, cache: Cache, new: int) -> None:
+    """`check_fed` for so many tokens that may be generated behind what a cache holds."""
+    check_fed(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), new)
+
+
+_TOLD: set[str] = set()
+"""Names of the methods of which it has been said that they save nothing."""
+
+
+def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
+    """Warns, once for each method, where its cache holds as much on the device as the exact one of the same tokens."""
+    exact_on_device = method.traits.exact and not method.traits.host
+    if size.fraction_of_full < 1 or exact_on_device or (name := name_of(method)) in _TOLD:
+        return
+    _TOLD.add(name)
+    warnings.warn(
+        f"{name} saves nothing on this prompt: {size.held['device']:,} bytes held on the device, "
+        f"{size.fraction_of_full:.1%} of the exact {size.dtype} cache; a longer prompt shows what it saves, or a "
+        "smaller budget",
+        KvjaxWarning,
+        stacklevel=3,
+    )
+
+
+def _warn(model: Model, what: str) -> None:
+    most = f"{model.config.max_positions:,} positions"
+    name = model.name or "this model"
+    warnings.warn(
+        f"{what} beyond the {most} that {name} was made for, and what comes of that may mean nothing; {SHORTEN}",
+        KvjaxWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,122 @@
+"""The decode loop with end-of-sequence ids: one step, for loops that are one program and for steps that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.protocol import Cache
+from kvjax.core.types import Array, pytree
+from kvjax.engine import decode
+from kvjax.engine.forward import PLAIN, Compiled, Target
+from kvjax.engine.sampling import Sampler, row_keys, sample
+
+
+@pytree
+class DecodeState:
+    """The decode loop's state: the token `tokens[:, 0]` has been drawn and is in `out`, but not in the cache yet."""
+
+    cache: Cache | None
+    tokens: Array  # i32[B 1|2], what the next step runs: the last token, and a draft of the next for a method with one
+    out: Array  # i32[B M], -1 where nothing was generated
+    done: Array  # bool[B], the sequence has produced an end-of-sequence id
+    i: Array  # i32[], columns of `out` that are filled
+    keys: Array  # one per sequence
+    eos: Array  # i32[E]
+
+
+@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts"))
+def begin(
+    logits: Array,
+    key: Array,
+    eos: Array,
+    sampler: Sampler,
+    num_tokens: int,
+    first_row: Array | int = 0,
+    has_drafts: bool = False,
+) -> DecodeState:
+    """Draws the first token.
+
+    Args:
+      logits: f32[B V], of the prompts' last tokens.
+      key: of the random numbers.
+      eos: i32[E], ids that end a sequence.
+      sampler: how tokens are drawn.
+      num_tokens: the most to generate, this one included.
+      first_row: i32[], the number by which the first sequence draws.
+      has_drafts: whether steps carry a draft, which `draft_first` then makes.
+
+    Returns:
+      The state, still without the cache.
+    """
+    B = logits.shape[0]
+    out = jnp.full((B, num_tokens), -1, jnp.int32)
+    keys = row_keys(key, B, first_row)
+    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos)
+    state = _draw_next(state, logits[:, None], sampler)
+    return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
+
+
+def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:
+    """Decodes one token of every sequence; a draft that it carries leaves no trace in the cache."""
+    logits, cache = decode.step(params, state.tokens, state.cache, 1, target, compiled=compiled)
+    return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
+
+
+def draft_first(
+    params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN
+) -> DecodeState:
+    """Before the first step: drafts what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
+    drafted = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
+    return dataclasses.replace(state, tokens=drafted, cache=cache)
+
+
+def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
+    """Steps until `limit` columns are filled or all sequences are done."""
+
+    def goes_on(state: DecodeState) -> Array:
+        return (state.i < limit) & ~state.done.all()
+
+    return lax.while_loop(goes_on, lambda state: step(params, state, sampler, target), state)
+
+
+def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
+    """Steps until all M columns are filled, whatever the tokens."""
+
+    def run_step(state: DecodeState, _: None) -> tuple[DecodeState, None]:
+        return step(params, state, sampler, target), None
+
+    return lax.scan(run_step, state, length=state.out.shape[1] - 1)[0]
+
+
+def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
+    """The next token and draft, from a step's logits f32[B 1|2 V]; the state comes and goes without its cache."""
+    token = _draw(state.keys, state.i, logits[:, 0], sampler)
+    shown = jnp.where(state.done, -1, token)
+    out = lax.dynamic_update_slice(state.out, shown[:, None], (0, state.i))
+    done = state.done | (token[:, None] == state.eos[None]).any(-1)
+    tokens = token[:, None]
+    if logits.shape[1] == 2:
+        # A draft is drawn with the randomness of its column: equal logits give the token that will be drawn there.
+        tokens = jnp.stack([token, _draw(state.keys, state.i + 1, logits[:, 1], sampler)], 1)
+    return dataclasses.replace(state, tokens=tokens, out=out, done=done, i=state.i + 1)
+
+
+def _draw(keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
+    """The tokens i32[B] of one column, from its logits f32[B V]."""
+    with jax.named_scope("sample"):
+        return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
+
+
+draw_next = jax.jit(_draw_next)
+
+
+@jax.jit
+def _draw_first_draft(tokens: Array, keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
+    return jnp.stack([tokens[:, 0], _draw(keys, column, logits[:, 0], sampler)], 1)

@@ -1,0 +1,203 @@
+"""Bound layers: those that do the same are equal values, wherever they stand, and so share compiled programs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.binding import bind_component
+from kvjax.cache.hold.codecs import Plain
+from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.select.budgets import Pyramid, Uniform
+from kvjax.engine.plan import bind, specs
+from kvjax.generation import by_layer
+from kvjax.parts import Method, Policy, Scorer, make_selection, token_scores
+from kvjax.testing import toy_model
+from tests.contract.table import TRIALS
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]
+
+OWN_ARRAYS = "a table gives every layer arrays of its own, and they are constants of its programs"
+OWN_NUMBERS = "every layer draws other random numbers"
+OWN_BUDGET = "every layer, or every head, keeps another number of tokens"
+
+DIFFERENT = {
+    "attention_gate": (4, 1, OWN_ARRAYS),
+    "cam": (4, 1, OWN_NUMBERS),
+    "cskv": (4, 4, OWN_ARRAYS),
+    "double_sparsity, calibrated channels": (4, 4, OWN_ARRAYS),
+    "duo_attention": (2, 1, OWN_BUDGET),
+    "head_shares": (4, 1, OWN_BUDGET),
+    "headkv": (4, 1, OWN_BUDGET),
+    "keyformer": (4, 4, OWN_NUMBERS),
+    "lococo": (4, 1, OWN_ARRAYS),
+    "locret": (4, 1, OWN_ARRAYS),
+    "matryoshka": (4, 4, OWN_ARRAYS),
+    "merged_heads": (4, 4, OWN_ARRAYS),
+    "minicache": (3, 3, "below the pairs, and the lower and the upper layer of a pair"),
+    "pyramidkv": (4, 1, OWN_BUDGET),
+    "razor_attention": (3, 1, OWN_BUDGET),
+    "tidal_decode": (2, 2, "layers that choose tokens, and those that read what was chosen"),
+}
+"""Of four layers, how many differ when they read a prompt, and how many in a decode step; all others are alike."""
+
+SELECTING = (
+    "snapkv:budget=8,window=4",
+    "keydiff:budget=6",
+    "snapkv:budget=8,window=4 + kvcrush:share=0.5",
+    "snapkv:budget=8,window=4 + criticalkv",
+    "cake:budget=8,window=4",
+    "kvzip:budget=8,level=head",
+    "pyramidkv:budget=9,window=4",
+)
+"""Methods that only select: what is left of a prompt is then held and read as under `full`."""
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_layers_that_do_the_same_are_equal_values(name):
+    plan = bind(TRIALS[name].small, kvjax.load("testbed").config)
+    prompt, decode, _ = DIFFERENT.get(name, (1, 1, ""))
+    assert len(plan) == 4 and len(set(plan)) == prompt
+    assert len({layer.after_prompt for layer in plan}) == decode
+    assert all(layer.spec.index is None for layer in plan)
+    assert len({id(layer) for layer in plan}) == prompt  # and one object, so that comparing them is nothing
+
+
+def test_layers_of_unequal_windows_differ():
+    plan = bind("snapkv:budget=8", toy_model(layers=4, windows=(None, 5, None, 5)).config)
+    assert plan[0] == plan[2] != plan[1] == plan[3]
+
+
+def test_after_the_prompt_methods_that_select_are_one():
+    config = toy_model(layers=2).config
+    every = {layer.after_prompt for method in SELECTING for layer in bind(method, config)}
+    assert every == set(bind("full", config))
+    rules = "adakv:page=4", "adakv:page=4,alpha=0.5", "adakv:page=4,scope=model"
+    in_pages = {layer.after_prompt for x in rules for layer in bind(f"{SELECTING[0]} + {x}", config)}
+    assert len(in_pages) == 1 and not in_pages & every  # whatever rule it was that filled the pages
+
+
+def test_a_policy_keeps_its_selection():
+    layer = bind("snapkv:budget=8,window=4 + recompress:every=4", toy_model().config)[0]
+    assert layer.after_prompt is layer
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The sites of which programs of a decode step's layer have been compiled."""
+    sites, lower = [], by_layer.LAYER.lower
+
+    def counted(**kwargs):
+        sites.append(kwargs["site"])
+        return lower(**kwargs)
+
+    monkeypatch.setattr(by_layer.LAYER, "lower", counted)
+    return sites
+
+
+def test_methods_that_select_share_a_decode_program(compiled):
+    model = toy_model(layers=3, head_dim=24)  # a head size that no other test has
+    methods = "snapkv:budget=8,window=4", "keydiff:budget=8", "snapkv:budget=8,window=4 + kvcrush:share=0.5"
+    found = []
+    for method in methods:
+        _, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
+        logits, after = kvjax.extend(model, [[7], [8]], cache)
+        assert after.plan == cache.plan == bind(method, model.config)
+        found.append(np.asarray(logits))
+    assert len(compiled) == 1 and compiled[0].layer.method == Method()
+    assert not np.allclose(found[0], found[1]) and not np.allclose(found[0], found[2])  # what they hold differs
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Scorer):
+    """A scorer that keeps the whole spec of its layer: later tokens matter, in the first layer earlier ones."""
+
+    spec: LayerSpec | None = None
+
+    def at(self, spec):
+        return Whole(spec)
+
+    def scores(self, block, observation, spec):
+        place = jnp.arange(block.pos.shape[2], dtype=jnp.float32)
+        sign = -1.0 if self.spec.index == 0 else 1.0
+        return token_scores(jnp.broadcast_to(sign * place, block.k.shape[:3]), block)
+
+
+def test_a_component_that_keeps_the_whole_spec_is_right_with_programs_of_its_own():
+    model = toy_model(layers=3)
+    method = Method(select=make_selection(Whole(), 2))
+    assert len(set(bind(method, model.config))) == 3
+    _, cache = kvjax.prefill(model, PROMPTS, method)
+    kept = kvjax.kept_positions(cache)
+    assert [[head.tolist() for head in layer[0]] for layer in kept] == [[[0, 1]] * 2, [[14, 15]] * 2, [[14, 15]] * 2]
+
+
+def test_what_depends_on_a_place_is_found_in_whatever_holds_it():
+    spec = specs(toy_model(layers=3).config)[2]
+
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        both: tuple
+        name: str = "pair"
+
+    bound = bind_component(Pair((Whole(), Pair((Pyramid(16, 4),)))), spec)
+    assert bound == Pair((Whole(spec), Pair((Pyramid(16, 4, layer=2, layers=3),))))
+    untouched = Pair((Plain(), Uniform(3), Whole))  # a class is no component
+    assert bind_component(untouched, spec) is untouched
+
+
+def test_the_hash_is_cached_and_not_carried_into_another_process():
+    one, other = (bind("kivi:bits=2,group=8,residual=8", toy_model().config)[0] for _ in range(2))
+    assert one == other and one is not other and hash(one) == hash(other)
+    assert one != bind("full", toy_model().config)[0] and one != "a text"
+    assert "_hash" in vars(one)
+    for twin in (pickle.loads(pickle.dumps(one)), copy.copy(one), copy.deepcopy(one)):
+        assert twin == one and hash(twin) == hash(one)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(bind("full", toy_model().config)[0])))
+
+
+def test_what_is_asked_of_a_cache_is_asked_of_the_layers_as_bound():
+    model = toy_model(layers=2)
+    method = "snapkv:budget=8,window=4 + adakv:page=4"
+    _, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
+    _, after = kvjax.extend(model, [[7, 3], [8, 5]], cache)
+    jitted = jax.jit(lambda cache: cache)(after)
+    for found in (after, jitted):
+        assert found.plan == bind(method, model.config) and found.plan[0].method.select is not None
+        assert kvjax.state_bytes(found).held["device"] > kvjax.state_bytes(cache).held["device"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Policy):
+    """A policy with another number of slots in every layer, told by the layer's number."""
+
+    count: int = 0
+
+    def at(self, spec):
+        return Halves(4 + spec.index)
+
+    def num_slots(self, layer):
+        return self.count + 1
+
+    def init(self, layer, block, observation, slots):
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        newest = length - 1 - jnp.arange(min(slots, self.count), dtype=jnp.int32)[None, None]
+        return jnp.where(newest >= 0, newest, -1), None
+
+    def after_token(self, layer, state, weights, q_pos):
+        full = (state.pos >= 0).all(2, keepdims=True)
+        oldest = state.pos == jnp.where(state.pos >= 0, state.pos, 2**30).min(2, keepdims=True)
+        return jnp.where(full & oldest, -1, state.pos), None
+
+
+def test_any_component_may_be_one_of_its_place():
+    model = toy_model(layers=3)
+    _, cache = kvjax.prefill(model, PROMPTS, Method(decode=Halves()))
+    assert [len(layer[0][0]) for layer in kvjax.kept_positions(cache)] == [4, 5, 6]

@@ -1,0 +1,101 @@
+"""Compiled programs, and what the compiler is told for them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.core import compile_cache, matmul
+from kvjax.core.matmul import WITHOUT_PACKING
+from kvjax.core.types import KvjaxError
+from kvjax.engine import forward
+from kvjax.generation import compiled, timing
+from kvjax.generation.compiled import jit_with
+from kvjax.testing import toy_model
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "tied", "told"),
+    [
+        (4, 768, jnp.float32, False, WITHOUT_PACKING),
+        (32, 2048, jnp.float32, False, WITHOUT_PACKING),
+        (8, 768, jnp.float32, True, {}),
+        (4, 576, jnp.float32, False, {}),
+        (1, 768, jnp.float32, False, {}),
+        (64, 768, jnp.float32, False, {}),
+        (4, 768, jnp.bfloat16, False, {}),
+    ],
+)
+def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
+    assert matmul.options(rows, width, dtype, tied) == told
+
+
+def test_the_options_reach_the_compiler(monkeypatch):
+    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_backend_optimization_level": "high"})
+    compiled._known.cache_clear()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
+        compiled.options_for(1, 8, jnp.float32)
+
+
+def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_of_another_version": "true"})
+    assert compiled.options_for(1, 8, jnp.float32) == ()
+
+
+def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
+    model = toy_model(layers=1)
+    want = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
+    dropped = []
+    monkeypatch.setattr(compile_cache, "MAPPINGS", 0)
+    monkeypatch.setattr(timing, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
+    monkeypatch.setattr(
+        compile_cache, "clear_compiled", lambda drop=compile_cache.clear_compiled: dropped.append(drop())
+    )
+    assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == want
+    assert dropped
+
+
+def test_compilation_is_told_apart_from_running():
+    model = toy_model(layers=1, head_dim=24)  # a size that no other test has
+    first, second = (kvjax.generate(model, [[5, 3, 8]], "full", max_new_tokens=4) for _ in range(2))
+    assert first.compile_seconds > 0 == second.compile_seconds
+    assert min(first.prefill_seconds, first.decode_seconds) > 0
+
+
+def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
+    model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
+    texts, jitted = [], jit_with(forward._run_layer, ("call", "target"), ("state",), tuple(WITHOUT_PACKING.items()))
+
+    def lowered(*args, **static):
+        texts.append(jitted.lower(*args, **static).compile().as_text())
+        return jitted(*args, **static)
+
+    compiled_for = compiled.compiled_for
+
+    def watched(model, num_tokens, **more):
+        found = compiled_for(model, num_tokens, **more)
+        return forward.Compiled(lowered, found.unembed) if found.run_layer is jitted else found
+
+    monkeypatch.setattr("kvjax.generation.session.compiled_for", watched)
+    together = kvjax.generate(model, prompts, "full", max_new_tokens=4)
+    assert len(texts) == 3 and "f32[4,768]" in texts[0]
+    assert all("dot(" in text and "ynn" not in text for text in texts)
+    monkeypatch.undo()
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        assert kvjax.generate(model, [prompt], "full", max_new_tokens=4).tokens == [tokens]
+
+
+@pytest.mark.parametrize("method", ["snapkv:budget=4,window=2 + kvcrush", "kcache:n=2,device_layers=0"])
+def test_without_compiling_the_same_tokens_come(method):
+    model, prompts = toy_model(layers=1), [[1, 2, 3, 4, 5, 6], [7]]
+    compiled = kvjax.generate(model, prompts, method, max_new_tokens=3).tokens
+    with jax.disable_jit():
+        assert kvjax.generate(model, prompts, method, max_new_tokens=3).tokens == compiled
+
+
+def test_sixty_four_bits_are_refused():
+    model = toy_model(layers=1)
+    with jax.enable_x64(True), pytest.raises(KvjaxError, match="JAX_ENABLE_X64 is set: unset it"):
+        kvjax.generate(model, [[5, 3, 8]], "full", max_new_tokens=2)

@@ -1,0 +1,376 @@
+"""Every method under every transformation of JAX, on the smallest model that can fail.
+
+Programs are shared: what is traced alone is traced for every trial, and one program per method, a scan inside `vmap`
+inside the caller's own `shard_map` inside `jit`, is compared with `kvjax.prefill` and `kvjax.generate`, and its logits
+with those of an exported `extend` of several tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import kvjax
+from kvjax import functional
+from kvjax.cache.protocol import Cache
+from kvjax.core import memory
+from kvjax.core.types import Array
+from kvjax.engine.decode import num_draft_tokens
+from kvjax.methods.catalogue import load_all
+from kvjax.models.model import Model
+from kvjax.testing import toy_model
+
+TRIALS: dict[str, str] = {
+    f"{recipe.name}, {trial.name}" if trial.name else recipe.name: trial.small
+    for recipe in load_all().values()
+    for trial in recipe.trials
+}
+METHODS = tuple({name.partition(",")[0]: name for name in reversed(TRIALS)}.values())[::-1]
+"""The first trial of each method."""
+KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
+"""Methods whose states are unlike each other, for what concerns a state as a whole."""
+
+SEVERAL_LAYERS = ("a2ats", "adakv, scope=model", "cake", "kcache", "kvzip", "minicache", "specache", "tidal_decode")
+"""Methods of which a layer hands something to others, or shares a budget with them: others run on one layer."""
+
+LENGTHS, NEW, CAPACITY = (12, 9), 4, 32
+
+
+@functools.cache
+def toy(layers: int) -> Model:
+    """A model of the shape for which example tables ship."""
+    return toy_model(layers=layers, width=8, head_dim=32, mlp_width=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Two ragged prompts."""
+
+    ids: tuple[list[int], ...]
+    tokens: Array  # i32[B T]
+    lengths: Array  # i32[B]
+
+
+@functools.cache
+def inputs() -> Inputs:
+    ids = np.random.default_rng(0).integers(0, 97, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
+    return Inputs(
+        tuple(row[:n].tolist() for row, n in zip(ids, LENGTHS, strict=True)), jnp.asarray(ids), jnp.asarray(LENGTHS)
+    )
+
+
+class Case:
+    """A method on a model, and what the convenient calls give."""
+
+    def __init__(self, name: str):
+        self.name, self.method = name, TRIALS[name]
+        self.model = toy(2 if name in SEVERAL_LAYERS else 1)
+        self.config, self.params = self.model.config, self.model.params
+        self.plan = functional.bind(self.method, self.config)
+        self.steps: Array | None = None  # logits of the tokens that follow, one by one
+
+    def prefill(self, params: Any, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+        return functional.prefill(params, tokens, lengths, self.plan, self.config, CAPACITY)
+
+    @functools.cached_property
+    def expected(self) -> tuple[Array, Cache, Array]:
+        """Logits and cache of the prompts, and the tokens i32[B NEW + 1] that follow."""
+        logits, cache = kvjax.prefill(self.model, inputs().ids, self.method, capacity=CAPACITY)
+        options = {"max_new_tokens": NEW + 1, "capacity": CAPACITY, "eos_ids": ()}
+        tokens = kvjax.generate(self.model, inputs().ids, self.method, **options).tokens
+        return logits, cache, jnp.asarray(tokens, jnp.int32)
+
+
+@pytest.fixture(scope="module", params=TRIALS)
+def every_case(request: pytest.FixtureRequest) -> Case:
+    """Every trial of every method: for what is only traced."""
+    return Case(request.param)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def case(request: pytest.FixtureRequest) -> Case:
+    """The first trial of every method: for what is compiled and run."""
+    return Case(request.param)
+
+
+def extend_one_by_one(params: Any, tokens: Array, cache: Cache) -> tuple[Cache, Array]:
+    """A caller's own scan over `extend`: the cache, and logits f32[B T V]."""
+
+    def step(cache: Cache, token: Array) -> tuple[Cache, Array]:
+        logits, cache = functional.extend(params, token[:, None], cache)
+        return cache, logits[:, 0]
+
+    cache, logits = lax.scan(step, cache, tokens.T)
+    return cache, logits.swapaxes(0, 1)
+
+
+def types_of(cache: Cache) -> Any:
+    """Its structure, static fields included, and the type of each array: what the carry of a loop must keep."""
+    return jax.tree.structure(cache), [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(cache)]
+
+
+def assert_close(actual: Any, expected: Any, atol: float = 1e-5) -> None:
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-5, atol=atol)
+
+
+def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Case):
+    case = every_case
+
+    def run(params: Any, tokens: Array, lengths: Array) -> tuple[Cache, tuple[Array, Cache], tuple[Cache, Array]]:
+        logits, cache = case.prefill(params, tokens, lengths)
+        decoded = functional.decode(params, cache, logits.argmax(-1), NEW)
+        return cache, decoded, extend_one_by_one(params, tokens[:, :NEW], cache)
+
+    prompts = case.params, inputs().tokens, inputs().lengths
+    cache, (tokens, decoded), (extended, logits) = jax.eval_shape(run, *prompts)
+    assert tokens.shape == (len(LENGTHS), NEW) and logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
+    assert types_of(cache) == types_of(decoded) == types_of(extended)
+    if not any(layer.needs.global_budget for layer in case.plan):  # whose slots depend on values
+        sizes = {"capacity": CAPACITY, "batch": len(LENGTHS), "width": max(LENGTHS)}
+        planned = kvjax.planned_bytes(case.method, case.model, max(LENGTHS), **sizes)
+        assert sum(planned.total.values()) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+def test_an_empty_cache_takes_tokens(every_case: Case):
+    case = every_case
+
+    def run(params: Any, tokens: Array) -> tuple[Cache, Cache, Array]:
+        cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
+        return cache, *extend_one_by_one(params, tokens, cache)
+
+    empty, after, logits = jax.eval_shape(run, case.params, inputs().tokens[:, :NEW])
+    _, prompt = jax.eval_shape(case.prefill, case.params, inputs().tokens, inputs().lengths)
+    assert types_of(after) == types_of(empty)
+    assert jax.tree.map(lambda x: (x.ndim, x.dtype), empty) == jax.tree.map(lambda x: (x.ndim, x.dtype), prompt)
+    assert logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
+
+
+def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(case: Case):
+    logits, cache, following = case.expected
+
+    def run_one(params: Any, tokens: Array, length: Array, fed: Array) -> tuple[Array, Array]:
+        first, cache = case.prefill(params, tokens[None], length[None])
+        _, steps = extend_one_by_one(params, fed[None], cache)
+        return first[0], steps[0]
+
+    rows = PartitionSpec("rows")
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    mapped = jax.vmap(run_one, in_axes=(None, 0, 0, 0))
+    mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows)
+    first, case.steps = jax.jit(mapped)(case.params, inputs().tokens, inputs().lengths, following[:, :-1])
+    assert_close(first, logits)
+    if num_draft_tokens(case.plan):  # each call drafts anew, where `generate` goes on with the draft that it has
+        one_by_one = []
+        for t in range(NEW):
+            logits, cache = functional.extend(case.params, following[:, t : t + 1], cache)
+            one_by_one.append(logits[:, 0])
+        assert_close(case.steps, jnp.stack(one_by_one, 1))
+    else:
+        np.testing.assert_array_equal(case.steps.argmax(-1), following[:, 1:])
+
+
+def test_an_exported_extend_gives_the_same(case: Case):
+    _, cache, following = case.expected
+    exported = jax.export.export(jax.jit(functional.extend))(case.params, following[:, :-1], cache)
+    found = jax.export.deserialize(exported.serialize())
+    assert (found.in_tree, found.out_tree) == (exported.in_tree, exported.out_tree)
+    logits, after = found.call(case.params, following[:, :-1], cache)
+    assert types_of(after) == types_of(cache)
+    if num_draft_tokens(case.plan):
+        assert_close(logits, functional.extend(case.params, following[:, :-1], cache)[0])
+    else:
+        np.testing.assert_array_equal(logits.argmax(-1), following[:, 1:])
+        if case.steps is not None:  # otherwise another process ran that test
+            assert_close(logits, case.steps)
+
+
+@pytest.mark.parametrize("name", (*KINDS, "int4, on the host", "specache", "kvzip"))
+def test_jitted_prefill_and_decode_give_what_the_convenient_calls_give(name: str):
+    case = Case(name)
+
+    def run(params: Any, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+        logits, cache = case.prefill(params, tokens, lengths)
+        first = logits.argmax(-1).astype(jnp.int32)
+        new, _ = functional.decode(params, cache, first, NEW)
+        return logits, jnp.concatenate([first[:, None], new], 1)
+
+    logits, tokens = jax.jit(run)(case.params, inputs().tokens, inputs().lengths)
+    assert_close(logits, case.expected[0])
+    np.testing.assert_array_equal(tokens, case.expected[2])
+
+
+def floats_of(tree: Any) -> tuple[list[Array], Any]:
+    """The float arrays of a tree, and the function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    where = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def replace(floats: list[Array]) -> Any:
+        changed = list(leaves)
+        for i, x in zip(where, floats, strict=True):
+            changed[i] = x
+        return jax.tree.unflatten(structure, changed)
+
+    return [leaves[i] for i in where], replace
+
+
+def holds_floats(cache: Cache) -> bool:
+    """Whether keys and values lie in device memory as the model made them, so that gradients pass through."""
+    buffers = [x for x in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, memory.Buffer))]
+    buffers = [x for x in buffers if isinstance(x, memory.Buffer)]
+    return all(x.dtype == "float32" and not x.host for x in buffers)
+
+
+def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
+    cache, fed = case.expected[1], case.expected[2][:, :-1]
+    if not holds_floats(cache):
+        pytest.skip("gradients through codes and host memory are refused, or those of the exact values")
+    floats, replace = floats_of(cache)
+
+    def loss(params: Any, floats: list[Array]) -> Array:
+        extend = jax.checkpoint(functional.extend)
+        return extend(params, fed, replace(floats))[0].var()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(case.params, floats)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients[0]["layer_0"]))
+    assert any(np.abs(x).max() > 0 for x in gradients[1])
+
+    def whole(params: Any) -> Array:
+        logits, cache = case.prefill(params, inputs().tokens, inputs().lengths)
+        return logits.var() + extend_one_by_one(params, fed, cache)[1].var()
+
+    jax.eval_shape(jax.grad(whole), case.params)  # its numbers: see the tests of gradients
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_on_an_empty_cache_are_those_of_a_text(name: str):
+    case, fed = Case(name), inputs().tokens[:, :NEW]
+    cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
+    after, logits = jax.jit(extend_one_by_one)(case.params, fed, cache)
+    assert np.isfinite(logits).all()
+    np.testing.assert_array_equal(after.length, [NEW] * len(LENGTHS))
+    if name in ("full", "offload", "adakv"):  # which lose nothing of what is decoded
+        assert_close(logits, functional.logits(case.params, fed, case.config))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cache_is_an_ordinary_pytree(name: str, tmp_path):
+    case = Case(name)
+    _, cache, following = case.expected
+    extend = jax.jit(functional.extend)
+    expected = extend(case.params, following[:, :1], cache)[0]
+
+    doubled = jax.tree.map(lambda x: x, cache)
+    moved = jax.device_put(cache, jax.tree.map(lambda x: x.sharding, cache))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "cache", cache)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "cache", jax.tree.map(ocp.utils.to_shape_dtype_struct, cache))
+    for other in (doubled, moved, restored):
+        assert jax.tree.structure(other) == jax.tree.structure(cache)
+        assert_close(extend(case.params, following[:, :1], other)[0], expected)
+    # Whoever moves a cache out of host memory has it on the device, and it still works.
+    on_device = jax.device_put(cache, memory.DEVICE)
+    assert_close(jax.jit(functional.extend)(case.params, following[:, :1], on_device)[0], expected)
+
+
+IN_A_FRESH_PROCESS = """
+import sys
+import jax
+import numpy as np
+from kvjax import functional
+from kvjax.testing import toy_model
+
+jax.config.update("jax_num_cpu_devices", 4)
+for method, layers, program, numbers in zip(*[iter(sys.argv[1:])] * 4):
+    model = toy_model(layers=int(layers), width=8, head_dim=32, mlp_width=16)
+    step = jax.export.deserialize(open(program, "rb").read())
+    given = np.load(numbers)
+    plan = functional.bind(method, model.config)
+    cache = jax.jit(lambda params, tokens, lengths: functional.prefill(
+        params, tokens, lengths, plan, model.config, 32)[1])(model.params, given["tokens"], given["lengths"])
+    logits, cache = step.call(model.params, given["fed"], cache)
+    np.testing.assert_allclose(logits, given["logits"], rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
+    arguments = []
+    for i, name in enumerate(("kivi", "quest", "h2o")):
+        case = Case(name)
+        _, cache = jax.jit(case.prefill)(case.params, inputs().tokens, inputs().lengths)
+        fed = inputs().tokens[:, :1]
+        step = jax.jit(functional.extend)
+        exported = jax.export.export(step)(case.params, fed, cache)
+        (tmp_path / f"{i}.bin").write_bytes(exported.serialize())
+        logits = step(case.params, fed, cache)[0]
+        given = {"tokens": inputs().tokens, "lengths": inputs().lengths, "fed": fed, "logits": logits}
+        np.savez(tmp_path / f"{i}.npz", **given)
+        arguments += [case.method, str(case.config.layers), str(tmp_path / f"{i}.bin"), str(tmp_path / f"{i}.npz")]
+    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *arguments], check=True)
+
+
+def test_checkpoint_changes_no_gradient():
+    case = Case("tidal_decode")  # of two layers, the first of which hands something to the second
+    cache, fed = case.expected[1], case.expected[2][:, :-1]
+
+    def loss(params: Any, extend: Any) -> Array:
+        return extend(params, fed, cache)[0].var()
+
+    plain, again = (jax.grad(loss)(case.params, f) for f in (functional.extend, jax.checkpoint(functional.extend)))
+    jax.tree.map(functools.partial(assert_close, atol=1e-6), again, plain)
+
+
+@pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))  # on the device, on the host, with a part for all
+def test_a_beam_search_in_a_scan(name: str):
+    case = Case(name)
+    logits, cache, _ = case.expected
+    width = len(LENGTHS)
+
+    def step(beams: tuple[Cache, Array, Array], _: None) -> tuple[tuple[Cache, Array, Array], Array]:
+        cache, tokens, total = beams
+        out, cache = functional.extend(case.params, tokens[:, None], cache)
+        total = total[:, None] + jax.nn.log_softmax(out[:, 0])
+        best, at = lax.top_k(total.reshape(-1), width)
+        parent, tokens = at // total.shape[1], (at % total.shape[1]).astype(jnp.int32)
+        return (functional.take(cache, parent), tokens, best), tokens
+
+    start = cache, logits.argmax(-1).astype(jnp.int32), jnp.zeros(width)
+    (_, _, best), tokens = jax.jit(lambda start: lax.scan(step, start, length=NEW))(start)
+    assert tokens.shape == (NEW, width) and np.isfinite(best).all() and best[0] >= best[1]
+    swapped = functional.extend(case.params, tokens[:1].T, functional.take(cache, jnp.array([1, 0])))[0]
+    assert_close(swapped[::-1], functional.extend(case.params, tokens[:1].T[::-1], cache)[0])
+
+
+def test_wrong_static_arguments_are_named_with_the_remedy():
+    case, (_, tokens, lengths) = Case("full"), dataclasses.astuple(inputs())
+    plan, config, params = case.plan, case.config, case.params
+    cache = case.expected[1]
+    with pytest.raises(kvjax.KvjaxError, match="capacity=5 is less than the 12 tokens.*raise it"):
+        functional.prefill(params, tokens, lengths, plan, config, 5)
+    with pytest.raises(kvjax.KvjaxError, match=r"capacity .*is traced here.*static_argnames='capacity'"):
+        jax.jit(lambda capacity: functional.prefill(params, tokens, lengths, plan, config, capacity))(32)
+    with pytest.raises(kvjax.KvjaxError, match=r"num_tokens .*is traced here"):
+        jax.jit(lambda n: functional.decode(params, cache, tokens[:, 0], n))(3)
+    with pytest.raises(kvjax.KvjaxError, match=r"commit .*is traced here"):
+        jax.jit(lambda n: functional.extend(params, tokens, cache, commit=n))(3)
+    with pytest.raises(kvjax.KvjaxError, match="commit must be an integer from 0 to 12"):
+        functional.extend(params, tokens, cache, commit=13)
+    for wrong in (list(plan), "full", plan * 2):
+        with pytest.raises(kvjax.KvjaxError, match=r"plan is the tuple of 1 bound layers that functional\.bind"):
+            functional.prefill(params, tokens, lengths, wrong, config, 32)  # type: ignore[arg-type]
+    with pytest.raises(kvjax.KvjaxError, match="config is that of a model, as in model.config, got Model"):
+        functional.empty(plan, case.model, 1, 32)  # type: ignore[arg-type]
+    with pytest.raises(kvjax.KvjaxError, match="sampling is static"):
+        functional.decode(params, cache, tokens[:, 0], 3, sampling=0.7)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""CacheBlend against reading the whole text, and its choice against the formula in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.generation.reuse.blend import blend
+from kvjax.generation.reuse.laid import Span, again, lay
+from kvjax.testing import toy_model
+
+MODEL = toy_model(windows=(None, None, 9))
+RNG = np.random.default_rng(0)
+CHUNKS = [RNG.integers(0, 97, n).tolist() for n in (12, 20, 7)]
+QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (4, 2)]
+ORDER = [[0, 2, 1], [1]]
+WHOLE = [[t for c in row for t in CHUNKS[c]] + q for row, q in zip(ORDER, QUESTIONS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def chunks():
+    return kvjax.reuse.read_exactly(MODEL, CHUNKS)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return kvjax.reuse.read_exactly(MODEL, WHOLE)
+
+
+def held(exact, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [K T H] of the real tokens of a row."""
+    n = int(exact.lengths[row])
+    return tuple(np.asarray(x)[row, :, :n] for x in (exact.prompts[layer].k, exact.prompts[layer].v))
+
+
+def test_all_tokens_again_are_the_whole_text(chunks, whole):
+    blended = blend(chunks, ORDER, QUESTIONS, ratio=1.0)
+    np.testing.assert_allclose(blended.last, whole.last, atol=1e-5)
+    got, want = (e.under("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for e in (blended, whole))
+    assert got == want
+
+
+def test_a_first_chunk_is_exact_however_little_is_run(chunks, whole):
+    blended = blend(chunks, ORDER, QUESTIONS, ratio=0.0)
+    np.testing.assert_allclose(blended.last[1], whole.last[1], atol=1e-5)  # its only chunk is its first
+    assert np.abs(np.asarray(blended.last[0] - whole.last[0])).max() > 1e-3
+    for layer in range(3):
+        for mine, exact in zip(held(blended, layer, 0), held(whole, layer, 0), strict=True):
+            np.testing.assert_allclose(mine[:, :12], exact[:, :12], atol=1e-5)
+
+
+def test_those_run_again_deviate_most(chunks, whole):
+    """At layer 1 values are exact; of 39 chunk tokens int(39 * 0.2) = 7 are run, and replaced in layer 2."""
+    laid = lay(chunks, [Span(i, 0, len(c)) for i, c in enumerate(CHUNKS)], ORDER, QUESTIONS)
+    blended, at = again(chunks, laid, np.array([7, 4]), None, 1)
+    exact = held(whole, 1, 0)[1]
+    alone = np.concatenate([held(chunks, 1, c)[1] for c in ORDER[0]], 1)
+    deviation = ((exact[:, :39].astype(np.float64) - alone) ** 2).sum((0, 2))
+    want = sorted(np.argsort(-deviation)[:7]) + [39, 40, 41, 42]
+    run = np.asarray(at[0])
+    np.testing.assert_array_equal(run[run >= 0], want)
+    kept = np.setdiff1d(np.arange(39), want)
+    np.testing.assert_array_equal(
+        held(blended, 2, 0)[1][:, kept], np.concatenate([held(chunks, 2, c)[1] for c in ORDER[0]], 1)[:, kept]
+    )
+    np.testing.assert_allclose(held(blended, 1, 0)[0], held(whole, 1, 0)[0], atol=1e-5)
+    by_ratio = blend(chunks, ORDER, QUESTIONS, ratio=0.2)
+    np.testing.assert_array_equal(by_ratio.last, blended.last)
+
+
+def test_no_token_sees_a_later_one(chunks):
+    """What the question is changes nothing in the chunks' keys and values (in the public code it does)."""
+    one = blend(chunks, ORDER[:1], [[1, 2, 3]], ratio=0.3)
+    other = blend(chunks, ORDER[:1], [[50, 60, 70]], ratio=0.3)
+    for layer in range(3):
+        for a, b in zip(held(one, layer, 0), held(other, layer, 0), strict=True):
+            np.testing.assert_array_equal(a[:, :39], b[:, :39])
+
+
+def test_a_row_depends_on_no_other(chunks):
+    together, alone = blend(chunks, ORDER, QUESTIONS), blend(chunks, ORDER[:1], QUESTIONS[:1])
+    np.testing.assert_allclose(together.last[0], alone.last[0], atol=1e-5)
+
+
+def test_a_blended_text_goes_under_any_method_without_queries(chunks):
+    context = blend(chunks, ORDER, QUESTIONS).under("keydiff:budget=8 + int4", 64)
+    assert context.generate(max_new_tokens=2).rows == 2
+    with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
+        blend(chunks, ORDER, QUESTIONS).under("snapkv:budget=8,window=4", 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "says"),
+    [
+        ((ORDER, QUESTIONS), {"ratio": 1.5}, "ratio is a share of the chunks' tokens in 0..1, got 1.5"),
+        ((ORDER, QUESTIONS), {"layer": 3}, "layer must be one of 0..2, got 3"),
+        ((ORDER, QUESTIONS[:1]), {}, "2 orders of chunks but 1 questions"),
+        (([[3], [0]], QUESTIONS), {}, "there are chunks 0..2, got 3"),
+    ],
+)
+def test_bad_input_is_named(chunks, arguments, more, says):
+    with pytest.raises(KvjaxError, match=says):
+        blend(chunks, *arguments, **more)
+
+
+def test_a_method_that_would_read_the_text_again_says_so(chunks):
+    with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
+        blend(chunks, ORDER, QUESTIONS).under("a_shape", 64)

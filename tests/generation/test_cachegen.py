@@ -1,0 +1,272 @@
+"""CacheGen's files: a coder that loses nothing, levels as a second writing of the rule has them, and what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.core import memory
+from kvjax.generation import archive, cachegen, rans
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=2)
+RNG = np.random.default_rng(0)
+LENGTHS = (70, 23, 1)
+EXACT = kvjax.reuse.read_exactly(MODEL, [RNG.integers(0, 97, n).tolist() for n in LENGTHS])
+KEYS, VALUES = (32, 16), (9, 256)
+LEVELS = list(zip(KEYS, VALUES, strict=True))
+
+
+def tables(symbols: np.ndarray, A: int) -> rans.Tables:
+    """The distribution of each column of symbols u8[n C]."""
+    counts = np.stack([np.bincount(column, minlength=A) for column in symbols.T])
+    return rans.Tables(counts, np.arange(symbols.shape[1]))
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Bits that symbols of these counts [D A] take at the least."""
+    p = counts / counts.sum(1, keepdims=True)
+    return float(-(counts * np.log2(np.where(p > 0, p, 1))).sum())
+
+
+@pytest.mark.parametrize("A", [2, 31, 255])
+def test_the_coder_loses_nothing_and_takes_what_the_entropy_says(A):
+    n, C = 6000, 8
+    p = RNG.dirichlet(np.full(A, 0.3), size=C)
+    symbols = np.stack([RNG.choice(A, n, p=row) for row in p], 1).astype(np.uint8)
+    made = tables(symbols, A)
+    words, states = rans.encode([(symbols, made)])
+    (again,) = rans.decode(words, states, [(n, made)])
+    np.testing.assert_array_equal(again, symbols)
+    least = entropy(made.counts)
+    assert least < 16 * len(words) + 32 * C < 1.03 * least + 32 * C
+
+
+def test_distributions_of_one_symbol_take_nothing():
+    symbols = np.tile(np.array([0, 6, 3], np.uint8), (500, 1))
+    made = tables(symbols, 7)
+    words, states = rans.encode([(symbols, made)])
+    assert words.size == 0
+    np.testing.assert_array_equal(rans.decode(words, states, [(500, made)])[0], symbols)
+
+
+def test_rare_symbols_keep_a_frequency():
+    counts = np.array([[10**6, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5]])
+    found = rans.frequencies(counts)
+    np.testing.assert_array_equal(found.sum(1), rans.TOTAL)
+    assert (found[counts > 0] > 0).all() and (found[[0, 1], [2, 3]] == 0).all()
+    many = rans.frequencies(np.array([[10**6] * 128 + [1] * 127]))
+    assert many.min() == 1 and many.sum() == rans.TOTAL
+
+
+def test_parts_follow_each_other_and_lanes_may_share_a_distribution():
+    first, second = (RNG.integers(0, A, (n, 6)).astype(np.uint8) for A, n in ((200, 5), (3, 40)))
+    shared = rans.Tables(np.bincount(first.ravel(), minlength=200)[None], np.zeros(6, np.int64))
+    none = np.zeros((0, 6), np.uint8)
+    own = tables(second, 3)
+    words, states = rans.encode([(first, shared), (none, tables(none, 4)), (second, own)])
+    again = rans.decode(words, states, [(5, shared), (0, tables(none, 4)), (40, own)])
+    np.testing.assert_array_equal(again[0], first)
+    np.testing.assert_array_equal(again[2], second)
+
+
+def test_words_that_are_not_what_was_encoded_are_refused():
+    symbols = RNG.integers(0, 50, (300, 4)).astype(np.uint8)
+    made = tables(symbols, 50)
+    words, states = rans.encode([(symbols, made)])
+    with pytest.raises(KvjaxError, match="end too early"):
+        rans.decode(words[:-9], states, [(300, made)])
+    with pytest.raises(KvjaxError, match="do not end where they should"):
+        rans.decode(np.append(words, words[:3]), states, [(300, made)])
+
+
+def rounded(x: np.ndarray, levels: int) -> np.ndarray:
+    """One token's channels, as multiples of its largest magnitude over levels // 2 - 1."""
+    most = levels // 2 - 1
+    largest = float(np.abs(x).max().astype(jnp.bfloat16))
+    return np.round(x / largest * most) / most * largest if largest else np.zeros_like(x)
+
+
+def by_the_rule(x: np.ndarray, levels: int, group: int) -> np.ndarray:
+    """Keys or values [K S H] of one row of one layer, as the file should hold them, token by token."""
+    K, S, H = x.shape
+    x = x.transpose(1, 0, 2).reshape(S, K * H).astype(np.float64)
+    found = np.zeros_like(x)
+    anchor = np.zeros(K * H)
+    for t in range(S):
+        if group and t % group == 0:
+            anchor = found[t] = rounded(x[t], 256)
+        else:
+            found[t] = anchor + rounded(x[t] - anchor, levels)
+    return found.reshape(S, K, H).transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("group", [0, 1, 10])
+def test_what_is_read_is_what_the_rule_says(tmp_path, group):
+    again = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=LEVELS, group=group))
+    for layer, (prompt, read, levels) in enumerate(zip(EXACT.prompts, again.prompts, LEVELS, strict=True)):
+        for side, (x, y, n) in enumerate(zip(prompt[:2], read[:2], levels, strict=True)):
+            for row, length in enumerate(LENGTHS):
+                expected = by_the_rule(np.asarray(x)[row, :, :length], n, group)
+                said = f"layer {layer}, side {side}, row {row}"
+                np.testing.assert_allclose(np.asarray(y)[row, :, :length], expected, atol=2e-6, err_msg=said)
+    np.testing.assert_array_equal(again.lengths, EXACT.lengths)
+    np.testing.assert_array_equal(again.last, EXACT.last)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
+    """The prompts by the rule, put into the cache by hand, answer as the file does, under methods of all kinds."""
+    again = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=8))
+    prompts = []
+    for prompt in EXACT.prompts:
+        k, v = (np.zeros(x.shape, np.float32) for x in prompt[:2])
+        for row, n in enumerate(LENGTHS):
+            k[row, :, :n], v[row, :, :n] = (by_the_rule(np.asarray(x)[row, :, :n], 8, 0) for x in prompt[:2])
+        prompts.append(prompt._replace(k=jnp.asarray(k), v=jnp.asarray(v)))
+    by_hand = dataclasses.replace(EXACT, prompts=tuple(prompts))
+    question = [[5, 6], [7], [8, 9]]
+    for method in ("full", "keydiff:budget=12 + int8"):
+        answer, expected = (x.under(method, 96).ask(question, max_new_tokens=6) for x in (again, by_hand))
+        assert answer.tokens == expected.tokens
+    exactly = EXACT.under("full", 96).feed(question).last
+    assert np.abs(again.under("full", 96).feed(question).last - exactly).max() > 1e-3  # and it is not the exact cache
+    with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
+        again.under("snapkv:budget=8,window=4", 96)
+
+
+def test_more_levels_come_nearer_and_take_more(tmp_path):
+    errors, sizes = [], []
+    for levels in (4, 16, 64, 256):
+        path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=levels)
+        read = kvjax.cachegen.read(MODEL, path).prompts[1].v[0, :, : LENGTHS[0]]
+        errors.append(float(np.abs(read - EXACT.prompts[1].v[0, :, : LENGTHS[0]]).max()))
+        sizes.append(path.stat().st_size)
+    assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
+    assert errors[-1] < 0.01 * float(np.abs(EXACT.prompts[1].v[0, :, : LENGTHS[0]]).max())
+
+
+def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
+    """16 levels of rows like those of a model, of which a few channels are large, take less than 4 bits a number."""
+    n, C = 1024, 16
+    channels = np.where(np.arange(C) % 8 == 0, 4.0, 0.7)
+    rows = RNG.normal(size=(2, 2, n, C)) * channels
+    x = jnp.asarray(rows.reshape(2, 2, n, 2, 8).swapaxes(2, 3), jnp.float32)  # [layer side K S H]
+    lengths = jnp.asarray([n], jnp.int32)
+    given = [prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(EXACT.prompts, x, strict=True)]
+    exact = dataclasses.replace(EXACT, prompts=tuple(given), lengths=lengths, last=EXACT.last[:1])
+    path = kvjax.cachegen.write(tmp_path / "file", exact, levels=16)
+    numbers = rows.size
+    scales = 16 * rows.size // C  # bits
+    read = kvjax.cachegen.read(MODEL, path)
+    codes = [np.asarray(y)[0].swapaxes(0, 1).reshape(n, C) for prompt in read.prompts for y in prompt[:2]]
+    least = 0.0
+    for y in codes:
+        levels = np.round(y / np.abs(y).max(1, keepdims=True) * 7).astype(int) + 7
+        least += entropy(np.stack([np.bincount(column, minlength=15) for column in levels.T]))
+    taken = 8 * path.stat().st_size
+    assert taken < 1.15 * (least + scales)  # what is more are tables, states and the archive itself
+    assert taken < 32 * numbers / 7  # fp32
+    assert taken < (4 + 2 * 16 / 32) * numbers  # 4 bits with a scale and a zero point of 16 bits for each 32 numbers
+
+
+@pytest.mark.parametrize("group", [0, 10])
+def test_tokens_of_zeros_and_constants_stay_what_they_are(tmp_path, group):
+    k = jnp.where(jnp.arange(128, dtype=jnp.int32)[None, None, :, None] < 30, 0.0, 3.0)
+    k = jnp.broadcast_to(k, EXACT.prompts[0].k.shape)
+    tiny = jnp.full_like(k, 1e-40)
+    prompts = tuple(prompt._replace(k=k, v=tiny) for prompt in EXACT.prompts)
+    exact = dataclasses.replace(EXACT, prompts=prompts)
+    read = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", exact, group=group))
+    np.testing.assert_allclose(read.prompts[0].k[0, :, :70], k[0, :, :70], atol=1e-6)
+    assert np.isfinite(read.prompts[1].v).all() and float(np.abs(read.prompts[1].v).max()) < 1e-38
+
+
+def test_what_lies_in_padding_does_not_matter(tmp_path):
+    path = kvjax.cachegen.write(tmp_path / "file", EXACT, group=10)
+    seen = jnp.arange(EXACT.prompts[0].k.shape[2], dtype=jnp.int32)[None] < EXACT.lengths[:, None]
+    filled = [
+        prompt._replace(**{x: jnp.where(seen[:, None, :, None], getattr(prompt, x), jnp.inf) for x in "kv"})
+        for prompt in EXACT.prompts
+    ]
+    other = kvjax.cachegen.write(tmp_path / "other", dataclasses.replace(EXACT, prompts=tuple(filled)), group=10)
+    assert other.read_bytes() == path.read_bytes()
+
+
+def test_a_context_under_full_is_written_too_and_sixteen_bits_are_read_back(tmp_path):
+    half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
+    context = kvjax.read(half, [[1, 2, 3, 4], [5, 6]], "full", room=0)
+    read = kvjax.cachegen.read(half, kvjax.cachegen.write(tmp_path / "file", context, levels=256))
+    assert read.lengths.tolist() == [4, 2]
+    np.testing.assert_array_equal(read.last, context.last)
+    for prompt, layer in zip(read.prompts, context.cache.layers, strict=True):
+        assert prompt.k.dtype == prompt.v.dtype == jnp.bfloat16
+        exactly = np.asarray(memory.unpack(layer.v), np.float32)[0, :, :4]
+        np.testing.assert_allclose(np.asarray(prompt.v, np.float32)[0, :, :4], exactly, atol=0.01 * abs(exactly).max())
+
+
+def test_a_file_is_the_same_on_a_mesh(tmp_path):
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    spread = dataclasses.replace(MODEL, mesh=mesh)
+    path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=256)
+    alone, there = kvjax.cachegen.read(MODEL, path), kvjax.cachegen.read(spread, path)
+    k = there.prompts[1].k
+    assert {x.data.shape[1] for x in k.addressable_shards} == {MODEL.config.kv_heads // 2}
+    np.testing.assert_array_equal(k, alone.prompts[1].k)
+    again = (kvjax.cachegen.write(tmp_path / name, x, levels=256) for name, x in (("there", there), ("alone", alone)))
+    assert next(again).read_bytes() == next(again).read_bytes()
+
+
+def test_default_levels_are_those_of_public_code(tmp_path):
+    """Its table has 32 levels for keys in the first 10 of 32 layers and for values in the first 2, else 16."""
+    header, _ = archive.read(kvjax.cachegen.write(tmp_path / "file", EXACT), cachegen.FORMAT, MODEL)
+    assert header["levels"] == [32, 32, 16, 16]
+    of_32 = cachegen.default_levels(32)
+    assert [k for k, _ in of_32] == [32] * 10 + [16] * 22 and [v for _, v in of_32] == [32] * 2 + [16] * 30
+
+
+def test_another_model_version_or_a_damaged_file_is_refused(tmp_path):
+    path = kvjax.cachegen.write(tmp_path / "file", EXACT)
+    with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
+        kvjax.cachegen.read(toy_model(layers=3), path)
+    with pytest.raises(KvjaxError, match="other weights than random"):
+        kvjax.cachegen.read(toy_model(seed=1, layers=2), path)
+    with pytest.raises(KvjaxError, match="this kvjax reads version 2 of 'kvjax-context'"):
+        kvjax.resume(MODEL, path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for damaged in (b"", whole[:middle], flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(KvjaxError, match="no saved context, or a damaged one"):
+            kvjax.cachegen.read(MODEL, path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"levels": 3}, "in 3 levels; give 4 to 256"),
+        ({"levels": [(16, 16), (257, 16)]}, "in 257 levels"),
+        ({"levels": [(16, 16)]}, "2 numbers of levels for the keys and values of 2 layers"),
+        ({"group": -1}, "group=-1"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, arguments, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.cachegen.write(tmp_path / "file", EXACT, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_says_so(tmp_path):
+    with pytest.raises(KvjaxError, match="read the documents under it"):
+        kvjax.cachegen.write(tmp_path / "file", kvjax.read(MODEL, [[1, 2]], "int8", room=0))
+    prompts = (EXACT.prompts[0]._replace(k=EXACT.prompts[0].k.at[0, 0, 3, 2].set(jnp.nan)), EXACT.prompts[1])
+    with pytest.raises(KvjaxError, match="are not finite"):
+        kvjax.cachegen.write(tmp_path / "file", dataclasses.replace(EXACT, prompts=prompts))

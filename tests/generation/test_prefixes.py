@@ -1,0 +1,76 @@
+"""Shared beginnings of a batch are found, read once, and change nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.generation.prefixes import groups
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=1)
+
+
+def partitions(rows: list[int]):
+    """All ways to divide rows into groups."""
+    if not rows:
+        yield []
+        return
+    first, rest = rows[0], rows[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = [row for row in rest if row not in others]
+            for more in partitions(left):
+                yield [(first, *others), *more]
+
+
+def saved(ids: list[list[int]], part: tuple[int, ...]) -> int:
+    length = 0
+    while all(len(ids[row]) > length + 1 for row in part) and len({ids[row][length] for row in part}) == 1:
+        length += 1
+    return (len(part) - 1) * length
+
+
+def test_an_example_by_hand():
+    """Of four that share 3 tokens, two share 10: these save 10, and the others 3, where all together would save 9."""
+    common, long = [1, 2, 3], [4] * 7
+    ids = [[*common, 5, 0], [*common, *long, 8, 0], [*common, *long, 9, 0], [*common, 6, 0]]
+    assert {group.rows: group.length for group in groups(ids)} == {(1, 2): 10, (0, 3): 3}
+    ids[1] = [*common, 4, 4, 0, 0]  # now they share 5: together all save 9, and 5 + 3 apart
+    assert {frozenset(group.rows): group.length for group in groups(ids)} == {frozenset({0, 1, 2, 3}): 3}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_division_saves_more(seed):
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(0, 2, rng.integers(1, 8)).tolist() for _ in range(6)]
+    found = groups(ids)
+    assert sorted(row for group in found for row in group.rows) == list(range(6))
+    for group in found:
+        assert len({tuple(ids[row][: group.length]) for row in group.rows}) == 1
+        assert all(group.length < len(ids[row]) for row in group.rows)
+    best = max(sum(saved(ids, part) for part in parts) for parts in partitions(list(range(6))))
+    assert sum(group.saved for group in found) == best
+
+
+def test_a_batch_with_shared_prefixes_is_the_batch():
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, 97, n).tolist() for n in (80, 70))
+    prompts = [a + [1, 2], b + [3], [4, 5, 6], a + [7], b + [8, 9], a[:60] + [1]]
+    shared = kvjax.cache_ops.read_batch(MODEL, prompts, "full", room=20)
+    plain = kvjax.read(MODEL, prompts, "full", room=20)
+    np.testing.assert_allclose(shared.last, plain.last, atol=2e-5)
+    more = [[1], [2, 3], [4], [5], [6, 7, 8], [9]]
+    np.testing.assert_allclose(shared.feed(more).last, plain.feed(more).last, atol=2e-5)
+    np.testing.assert_array_equal(shared.cache.layers[0].prefix.pos.max((1, 2)) + 1, [60, 70])
+
+
+def test_nothing_shared_is_read_as_ever():
+    context = kvjax.cache_ops.read_batch(MODEL, [[1, 2], [3, 4]], "int4", room=20)
+    assert context.method == kvjax.parse("int4")
+    with pytest.raises(KvjaxError, match="least must be an integer from 1 to .*, got 0"):
+        kvjax.cache_ops.read_batch(MODEL, [[1]], least=0)

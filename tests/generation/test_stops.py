@@ -1,0 +1,89 @@
+"""Stop strings and streamed text, on a toy model that writes text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import kvjax
+from kvjax.core.types import KvjaxError
+from kvjax.generation import stops
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from kvjax.testing import toy_model
+
+MODEL = dataclasses.replace(toy_model(vocab_size=512, layers=1, eos_ids=()), tokenizer=Tokenizer(vocab.tokenizer()))
+PROMPTS = ["The pier lights were out.", "for i in range(10):"]
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Both texts without a stop string."""
+    return kvjax.generate(MODEL, PROMPTS, "full", max_new_tokens=COUNT)
+
+
+def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_completes_it(whole):
+    text, other = whole.text
+    late, early = text[30:33], text[20:24]
+    out = kvjax.generate(MODEL, PROMPTS, "full", max_new_tokens=COUNT, stop=[late, early])
+    assert out.text[0] == text[: text.index(early)] and out.finish_reasons[0] == "stop"
+    decode = MODEL.tokenizer.decode
+    assert early in decode(out.tokens[0]) and early not in decode(out.tokens[0][:-1])
+    if early not in other and late not in other:
+        assert out.text[1] == other and out.finish_reasons[1] == "length"
+
+
+def test_no_step_is_run_after_all_rows_have_ended(whole):
+    first = whole.text[0][:1]
+    out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=first)
+    assert out.text == [""] and out.decode_steps < stops.LOOK
+
+
+def test_a_context_knows_stop_strings_too(whole):
+    stop = whole.text[0][10:13]
+    context = kvjax.read(MODEL, PROMPTS[:1], "full", room=COUNT)
+    out = context.generate(max_new_tokens=COUNT, stop=stop)
+    assert out.text == [whole.text[0].split(stop)[0]]
+
+
+@pytest.mark.parametrize("stop", [(), "e", ("no such text", "th")])
+def test_streamed_pieces_are_the_text_of_generate(stop):
+    for prompt in PROMPTS:
+        pieces = list(kvjax.stream_text(MODEL, prompt, "full", max_new_tokens=COUNT, stop=stop))
+        assert "".join(pieces) == kvjax.generate(MODEL, [prompt], "full", max_new_tokens=COUNT, stop=stop).text[0]
+
+
+def test_streamed_columns_end_at_the_string(whole):
+    stop = whole.text[0][10:13]
+    columns = list(kvjax.stream(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=stop))
+    out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=stop)
+    assert [c[0] for c in columns if c[0] is not None] == out.tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "settled"),
+    [
+        ("abc", (), "abc"),
+        ("abc", ("cd",), "ab"),  # a string may have begun
+        ("abcd", ("cd",), "ab"),
+        ("ab\n", ("\n\nQ", "b\nx"), "a"),  # the longest beginning is held back
+        ("é\ufffd", (), "é"),  # half a character
+    ],
+)
+def test_what_is_settled(text, stop, settled):
+    assert stops.settled(text, stop) == settled
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [3]])
+def test_what_is_no_string_is_refused(stop):
+    with pytest.raises(KvjaxError, match="stop takes texts of at least one character"):
+        kvjax.generate(MODEL, PROMPTS, "full", stop=stop)
+
+
+def test_stop_needs_a_tokenizer_and_a_loop_that_can_stop():
+    with pytest.raises(KvjaxError, match="no tokenizer"):
+        kvjax.generate(dataclasses.replace(MODEL, tokenizer=None), [[1, 2]], "full", stop="a")
+    with pytest.raises(KvjaxError, match="leave stop out"):
+        kvjax.generate(MODEL, PROMPTS, "full", stop="a", loop="scan")
