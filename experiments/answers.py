@@ -12,7 +12,7 @@ import optax
 
 from experiments.papers.eviction import TASKS
 from kvjax import functional
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks

@@ -27,7 +27,7 @@ from experiments.answers import HEADROOM, Questions, compress, draw, extend_each
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import Model, functional
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.testbed.vocab import ASK, SYMBOLS
 

@@ -28,7 +28,7 @@ from experiments.answers import HEADROOM, Questions, answer_nats, compress, draw
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import Config, Model, functional
-from kvjax.cache.contract import Cache
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 
 TASKS = {"phrases": {"questions": 4}, "variables": {}}
@@ -61,7 +61,7 @@ def scores(gate: Gate, cache: Cache) -> list[Array]:
     found = []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         # A key's rotation says where it stands, which is not what the gate should look at.
-        k = cache.config.rope.bare(layer.k.decode(state.k), state.pos)
+        k = cache.config.rope.unrotate(layer.k.decode(state.k), state.pos)
         x = jnp.concatenate([_normalize(k, state.pos), _normalize(layer.v.decode(state.v), state.pos)], -1)
         hidden = jax.nn.gelu(jnp.einsum("bksi,kiw->bksw", x, gate["first"][i]) + gate["bias"][i][None, :, None])
         score = jnp.einsum("bksw,kw->bks", hidden, gate["second"][i])
