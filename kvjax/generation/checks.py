@@ -144,7 +144,7 @@ def check_finite(model: Model, logits: Array) -> None:
     is_finite = np.isfinite(np.asarray(logits)).all(-1)
     if not is_finite.all():
         raise KvjaxError(
-            f"the logits after prompt {int(np.argmin(is_finite))} are not finite: the model or the method computes what "
-            f"{model.dtype} cannot hold; load the model with dtype='float32', or convert its checkpoint again; "
+            f"the logits after prompt {int(np.argmin(is_finite))} are not finite: the model or the method computes "
+            f"what {model.dtype} cannot hold; load the model with dtype='float32', or convert its checkpoint again; "
             "jax.config.update('jax_debug_nans', True) then stops where the first such number comes up"
         )
