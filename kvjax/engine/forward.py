@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer
+from kvjax.core.attention import causal
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -89,6 +90,17 @@ def _run_layer(
     layer = decoder.Layer(target.config, 0, hidden.dtype)
     hidden, (state, cross_layer) = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
     return hidden, state, cross_layer
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
+    """Runs tokens i32[B T] under exact causal attention, without a cache: logits f32[B T V]."""
+
+    def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
+        return causal(q, k, v, window=config.window(i)), None
+
+    decoder = Decoder(config, params["embedding"].dtype)
+    return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
 
 
 embed = jax.jit(_embed, static_argnames="target")

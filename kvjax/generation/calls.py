@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import functional
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine import decode as engine_decode
 from kvjax.engine.decode import num_draft_tokens
-from kvjax.engine.forward import Target
+from kvjax.engine.forward import Target, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
@@ -24,15 +23,13 @@ from kvjax.generation.prompts import Prompts, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 
-_uncached = jax.jit(functional.logits, static_argnames="config")
-
 
 def logits(model: Model, ids: Prompts) -> Array:
     """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
     tokens, lengths = pad(token_ids(model, ids))
     checks.check_result(model, *tokens.shape)
     with Timer().timed():
-        out = jax.block_until_ready(_uncached(model.params, place(model, tokens, "B T"), config=model.config))
+        out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
     return out[:, : int(lengths.max())]
 
 

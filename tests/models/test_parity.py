@@ -58,7 +58,7 @@ def test_fixtures_cover_every_variant():
 def test_the_window_matters(name, monkeypatch):
     """The prompts are long enough for a wrong window to show: without it, parity fails."""
     exact = attention.causal
-    monkeypatch.setattr("kvjax.functional.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
+    monkeypatch.setattr("kvjax.engine.forward.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
     config, params, expected = load_family(name)
     logits = functional.logits(params, expected["tokens"][-1:], config)
     assert relative_error(logits[0], expected["logits"][-1]) > 100 * TOLERANCE
