@@ -13,6 +13,7 @@ import kvjax
 from kvjax import CacheBytes, KvjaxError
 from kvjax.cache.accounting import array_bytes, full_bytes
 from kvjax.core.types import KvjaxWarning
+from kvjax.generation import checks
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2, head_dim=16)

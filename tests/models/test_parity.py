@@ -11,6 +11,7 @@ import kvjax
 from checkpoints_convert.convert import read
 from kvjax import functional
 from kvjax.core import attention
+from kvjax.engine.forward import exact_logits
 from tests.fixtures import FAMILIES, load_family
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -60,7 +61,9 @@ def test_the_window_matters(name, monkeypatch):
     exact = attention.causal
     monkeypatch.setattr("kvjax.engine.forward.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
     config, params, expected = load_family(name)
+    exact_logits.clear_cache()
     logits = functional.logits(params, expected["tokens"][-1:], config)
+    exact_logits.clear_cache()
     assert relative_error(logits[0], expected["logits"][-1]) > 100 * TOLERANCE
 
 
