@@ -60,7 +60,7 @@ def clean_catalogue():
 @pytest.fixture
 def traced_calls(monkeypatch):
     """The calls for which a layer has been traced, once for each program."""
-    calls, run_layer = [], forward._run_layer
+    calls, run_layer = [], forward.apply_layer
 
     @functools.wraps(run_layer)  # whose argument names `jax.jit` asks for
     def counted(*args, call, target):
@@ -68,6 +68,6 @@ def traced_calls(monkeypatch):
         return run_layer(*args, call=call, target=target)
 
     compiled._jit.cache_clear()
-    monkeypatch.setattr(forward, "_run_layer", counted)
+    monkeypatch.setattr(forward, "apply_layer", counted)
     yield calls
     compiled._jit.cache_clear()

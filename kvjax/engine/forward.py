@@ -36,7 +36,7 @@ class Target:
     mesh: Mesh | None = None
 
 
-def _embed(
+def apply_embed(
     params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
 ) -> tuple[Array, Angles, Array]:
     """Embeds tokens that follow others.
@@ -64,12 +64,12 @@ def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Ar
     return _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
 
 
-def _unembed(params: Any, hidden: Array, target: Target) -> Array:
+def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
     """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
     return _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish)
 
 
-def _run_layer(
+def apply_layer(
     params: Any,
     hidden: Array,
     angles: Angles,
@@ -103,9 +103,9 @@ def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
     return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
 
 
-embed = jax.jit(_embed, static_argnames="target")
-run_layer = jax.jit(_run_layer, static_argnames=("call", "target"))
-unembed = jax.jit(_unembed, static_argnames="target")
+embed = jax.jit(apply_embed, static_argnames="target")
+run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
+unembed = jax.jit(apply_unembed, static_argnames="target")
 
 
 @dataclasses.dataclass(frozen=True)
