@@ -52,10 +52,6 @@ class Timer:
     compile_seconds: float = 0.0
     run_seconds: float = 0.0
 
-    def wait(self, result: Any) -> Any:
-        """Waits for a result, inside `timed`."""
-        return jax.block_until_ready(result)
-
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Times what runs inside, compilation apart; its results must have been waited for when it ends.
