@@ -18,6 +18,7 @@ import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.slot_values import uncompared
@@ -195,7 +196,7 @@ def _place(tried: _Tried) -> str:
     """Run without compiling, since programs of layers that are guarded would serve nothing else."""
     with jax.disable_jit():
         try:
-            tried.guarded.step([0, 1, 2], tried.guarded.beginning, 0)
+            tried.guarded.feed(tried.guarded.beginning, [tokens[:1] for tokens in tried.following])
         except _IndexRead as e:
             return f"{_where(e)}`spec.index` is used when the layer is called, where it is None and compares as unequal"
     return ""
@@ -258,7 +259,7 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, decoded: b
                 f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False",
                 "Set `evicts=True` in the method's traits, or keep every token.",
             )
-        if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
+        if isinstance(method, Method) and method.decode and len(real) == len(positions):
             return _Broken(
                 f"head {head} has no empty slot for the next token: the policy must let one go",
                 "In `after_token`, give one slot of each full head the position -1: "

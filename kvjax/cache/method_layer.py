@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.cache import compatibility
 from kvjax.cache.decode.policy import first_empty
 from kvjax.cache.hold.codecs import Codec
-from kvjax.cache.protocol import LayerSpec, LayerState, Needs
+from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.units import gather
 from kvjax.cache.states import StateOperations
@@ -245,9 +245,7 @@ class MethodLayer(StateOperations):
         # A policy takes one token a step, beside a guess only if the reader is made for that.
         return commit > 1 or not m.read.draft_tokens
 
-    def extend(
-        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None
-    ) -> tuple[Array, LayerState, Any]:
+    def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
         A chunk of T tokens gives what T single steps give, of a method that guesses ahead what its loop gives: a call
@@ -259,11 +257,11 @@ class MethodLayer(StateOperations):
         store, cross_layer = self.method.side_store.open_pair(self, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
         out, after, _ = self._in_steps(self._at_once, opened, q, new, commit, None)
-        return out, dataclasses.replace(after, side_store=state.side_store), cross_layer
+        return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
 
     def _in_steps(
         self, at_once: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         """`at_once`, with as many tokens at a time as the slots take."""
         m, T = self.method, q.shape[3]
         if self._takes_singly(T, commit):
@@ -285,7 +283,7 @@ class MethodLayer(StateOperations):
         commit: int,
         cross_layer: Any,
         other_partial: Partial | None = None,
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         """`extend` of tokens that the slots take in one call."""
         m, T, q_pos = self.method, q.shape[3], new.pos[:, 0]
         if m.decode:
@@ -308,7 +306,7 @@ class MethodLayer(StateOperations):
             weights = found.weights[:, :, :, 0] if m.decode.needs_weights else None
             pos, policy_state = m.decode.after_token(self, state, weights, q_pos[:, :1])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
-        return merge(parts + others), state, found.cross_layer
+        return StepResult(merge(parts + others), state, found.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
         """The state with fresh tokens: behind the last slot in use, or under a policy one in any empty slot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,16 @@ from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
+
 MOST_KNOWN = 65_536
 """Results that are remembered: every length of a text that grows is one for each distinct layer."""
 
 _KNOWN: dict[Any, dict[str, int]] = {}
 
 
-def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
+def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
     """Bytes of what codecs and reader of a `MethodLayer` keep of one sequence with so many slots.
 
     Args:

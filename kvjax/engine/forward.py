@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer
@@ -161,7 +162,7 @@ def scan_if_traced(
     In a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a program of
     its own that all rounds share, and a scan would compile the model once more as a whole.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((carry, xs))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((carry, xs))):
         return lax.scan(body, carry, xs)
     xs, ys = jax.tree.map(np.asarray, xs), []  # slices of NumPy arrays compile nothing
     for i in progress(range(len(jax.tree.leaves(xs)[0]))):

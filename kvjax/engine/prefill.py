@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.cache.protocol import Cache, slots_of
 from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
@@ -261,7 +262,7 @@ def compress_prompts(
         # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
         longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
         known = np.full(shares.shape, longest)
-        if not isinstance(shares, jax.core.Tracer):
+        if not isinstance(shares, Tracer):
             known, longest = np.asarray(shares), int(np.max(lengths))
             num_kept = list(known)
         plan, num_slots = _fit_slots(plan, known, longest, capacity)

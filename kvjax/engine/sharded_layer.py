@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, ReplayedLayer
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, ReplayedLayer, StepResult
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
@@ -28,10 +28,10 @@ def prefill(layer: BoundLayer, block: KVBlock, observation: Observation | None, 
 
 def extend(
     layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any, mesh: Mesh | None
-) -> tuple[Array, Any, Any]:
+) -> StepResult:
     """`BoundLayer.extend`."""
 
-    def run(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> tuple[Array, Any, Any]:
+    def run(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> StepResult:
         return layer.extend(state, q, new, commit, cross_layer)
 
     return per_device(run, *q.shape[:2], mesh)(state, q, new, cross_layer)

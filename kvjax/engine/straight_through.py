@@ -18,7 +18,7 @@ from kvjax.cache.hold.by_prompt import KeysByPrompt
 from kvjax.cache.hold.codecs import Codec, CodecWrapper
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
-from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, Traits
+from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
 from kvjax.cache.read.full import Full
 from kvjax.cache.shared import Behind
 from kvjax.core import attention, memory
@@ -124,15 +124,13 @@ class DifferentiableLayer(MethodLayer):
         with memory.as_floats(True):
             return super().stored(block, seen)
 
-    def extend(
-        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any = None
-    ) -> tuple[Array, LayerState, Any]:
+    def extend(self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any = None) -> StepResult:
         with memory.as_floats(True):
             return super().extend(state, q, fresh, commit, carry)
 
     def extend_with_prefix(
         self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any, beside: Partial
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         with memory.as_floats(True):
             return super().extend_with_prefix(state, q, fresh, commit, carry, beside)
 

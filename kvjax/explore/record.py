@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.protocol import BoundLayer, Cache, KVMethod
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array, KvjaxWarning
@@ -93,7 +93,7 @@ def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> W
     """What a watched method holds while it reads an answer; exact: the attention of `Explored`."""
     layers = own_states(at.cache.layers)
     own, size = greedy(at, len(answer)), state_bytes(own_cache(at.cache))
-    aside = any(bool(jax.tree.leaves(getattr(layer, "reader_state", None))) for layer in layers)
+    aside = any(isinstance(x, LayerState) and bool(jax.tree.leaves(x.reader_state)) for x in layers)
     before, seen, likeliest = _codes(at.cache), [], []
     for token in answer:
         at = at.then(token)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, Needs, Traits
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, Needs, StepResult, Traits
 from kvjax.cache.token_status import places
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
@@ -75,16 +75,17 @@ class WatchedLayer:
         q = jnp.zeros((B, K, self.spec.num_groups, 1, H), block.k.dtype)
         return Watch(state, jnp.pad(block.k, later), jnp.pad(block.v, later), q, noting.notes(B, K, self.capacity))
 
-    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> tuple[Array, Watch, Any]:
+    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`."""
         out, own, cross_layer = self.own.extend(state.own, q, new, commit, cross_layer)
         state = dataclasses.replace(state, own=own)
         if not commit:
-            return out, state, cross_layer
+            return StepResult(out, state, cross_layer)
         kept = new.first(commit)
         at = places(kept.pos, state.k.shape)
         k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
-        return out, dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit]), cross_layer
+        state = dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit])
+        return StepResult(out, state, cross_layer)
 
     def positions(self, state: Watch) -> Array:
         """Those of the layer itself."""

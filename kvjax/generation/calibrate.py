@@ -15,6 +15,7 @@ from rich.progress import track
 from kvjax.cache import given
 from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
@@ -137,7 +138,7 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "layer"))
-def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: Any) -> Any:
+def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: MethodLayer) -> Any:
     return kind.count_layers(layer, measures, lengths)
 
 

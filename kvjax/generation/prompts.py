@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.core.mesh import check_divides, named
 from kvjax.core.types import Array, KvjaxError, TracedCall
@@ -67,7 +68,7 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
 def check_not_traced(model: Model, *arguments: Any) -> None:
     """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
     leaves = [model.params["embedding"], *jax.tree.leaves(arguments), jnp.asarray(np.int32(0))]
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(isinstance(x, Tracer) for x in leaves):
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
             "functions of kvjax.functional there, logits, prefill, extend and decode"

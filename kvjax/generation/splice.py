@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, Cache
-from kvjax.cache.states import Editable
+from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer
+from kvjax.cache.states import missing
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
 from kvjax.core.rope import Rope, rotate
@@ -44,7 +44,8 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     held, new = states.held_tokens(cache), np.array([len(row) for row in fresh])
     _check(start, stop, held, new, cache.capacity)
     for layer in cache.plan:
-        states.offered(layer, "appended", "be edited")
+        if not isinstance(layer, EditableLayer):
+            raise missing(layer, "be edited")
     before = states.crop(cache, start.tolist())
     if new.any():
         before = extend_padded(model, fresh, before)[1]
@@ -106,7 +107,9 @@ def _moved(
 ) -> tuple[Any, ...]:
     """The states `before` with the last count i32[B] tokens of `layers` behind them, shift i32[B] places further on."""
 
-    def one(layer: Editable, state: Any, before: Any) -> Any:
+    def one(layer: BoundLayer, state: Any, before: Any) -> Any:
+        assert isinstance(layer, EditableLayer)
+
         def run(state: Any, before: Any, count: Array, shift: Array) -> Any:
             return layer.appended(before, _turned(_last(layer.held(state), count, width), shift, rope))
 

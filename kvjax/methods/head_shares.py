@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.budgets import Budget, budgets_of_layers, kept_by_length
@@ -55,7 +56,7 @@ class CalibratedShares(Kind):
     def measured_by(self) -> str:
         return self.method
 
-    def count_layers(self, layer: Any, measures: Candidates, lengths: Array) -> Any:
+    def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
         """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
         size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
         kept = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -16,6 +16,9 @@ from kvjax.cache.select.units import gather, slots_where, top
 from kvjax.core.attention import NEG, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 @pytree
@@ -62,7 +65,9 @@ class SharedDirections(Tiers):
         """Of so many tokens, an int or i32[B], those that stay exact."""
         return kept - fraction_of(1 - self.share, kept)
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Merged]:
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Merged]:
         most = self._most(layer, block.pos.shape[2], slots)
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -71,7 +76,7 @@ class SharedDirections(Tiers):
         there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
         return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
 
-    def _merged(self, layer: Any, mine: KVBlock, other: KVBlock) -> Merged:
+    def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""
         lengths = by_length(mine.k)[0], by_length(mine.v)[0]
         if self.paired_layer < 0:
@@ -80,14 +85,14 @@ class SharedDirections(Tiers):
         held = layer.as_held(KVBlock(k, v, mine.pos))  # lengths do not change when keys lose their rotation
         return Merged(layer.k.encode(held, mine.pos), layer.v.encode(v, mine.pos), *lengths, mine.pos)
 
-    def open_pair(self, layer: Any, store: Merged, cross_layer: Any) -> tuple[Merged, Any]:
+    def open_pair(self, layer: MethodLayer, store: Merged, cross_layer: Any) -> tuple[Merged, Any]:
         if self.paired_layer < 0:
             k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
         k, v = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: Merged = state.side_store
 
         def attend(q: Array, q_pos: Array) -> Partial:
@@ -97,10 +102,10 @@ class SharedDirections(Tiers):
 
         return by_query_blocks(attend, q, q_pos, 512)
 
-    def visible_block(self, layer: Any, store: Merged) -> None:
+    def visible_block(self, layer: MethodLayer, store: Merged) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         super().check(layer)
         m = layer.method

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, KvjaxError
@@ -84,7 +85,7 @@ def check(pos: Array, keep: Array, slots: int, sinks: int, recent: int, unit: Un
         )
     if slots < min(pos.shape[-1], sinks + recent):
         raise KvjaxError(f"a budget of {slots} tokens is below {always}; use at least {sinks + recent}")
-    if isinstance(pos, jax.core.Tracer) or isinstance(keep, jax.core.Tracer):
+    if isinstance(pos, Tracer) or isinstance(keep, Tracer):
         return
     lengths = (np.asarray(pos)[:, 0] >= 0).sum(-1)
     for row, (n, length) in enumerate(zip(np.asarray(keep).tolist(), lengths.tolist(), strict=True)):
