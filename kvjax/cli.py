@@ -300,7 +300,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     import kvjax
-    from kvjax.generation import limits
+    from kvjax.generation import checks
 
     method = kvjax.parse(args.method)
     if args.system is not None and not args.chat:
@@ -316,7 +316,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
     out = _show(model, prompts, method, options)
-    limits.warn_of_no_saving(method, out.bytes)
+    checks.warn_of_no_saving(method, out.bytes)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
     print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)

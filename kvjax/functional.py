@@ -13,8 +13,8 @@ stand on these functions. Called eagerly, a pass compiles one program for each d
 program, in which layers that are alike are compiled once on a CPU.
 
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
-`static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it
-imports this module first, and loads the file of a method of one's own.
+`static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
+`bind` before `jax.export.deserialize`, since JAX finds the classes of a method's state only once they are imported.
 """
 
 from __future__ import annotations
@@ -29,22 +29,16 @@ from jax.core import Tracer
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared import SharedState
 from kvjax.core import arguments, memory
-from kvjax.core.attention import causal
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
 from kvjax.engine import prefill as _prefill
-from kvjax.engine.forward import Plan, Target
-from kvjax.engine.positions import token_positions
+from kvjax.engine.forward import Plan, Target, exact_logits
 from kvjax.engine.sampling import SamplingParams
-from kvjax.methods.catalogue import load_ours
 from kvjax.models.config import Config
-from kvjax.models.decoder import Decoder
 
 __all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
-
-load_ours()  # JAX knows the states of all methods by their classes, when it reads an exported program
 
 
 def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
@@ -78,13 +72,7 @@ def logits(params: Any, tokens: Array, config: Config) -> Array:
     Returns:
       Logits f32[B T V].
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
-
-    def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
-        return causal(q, k, v, window=config.window(i)), None
-
-    decoder = Decoder(config, params["embedding"].dtype)
-    return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
+    return exact_logits(params, jnp.asarray(tokens, jnp.int32), config=config)
 
 
 def prefill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -9,6 +10,8 @@ import jax
 import pytest
 
 from kvjax.core import compile_cache
+from kvjax.engine import forward
+from kvjax.generation import compiled
 from kvjax.methods.catalogue import RECIPES, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
@@ -52,3 +55,19 @@ def clean_catalogue():
     yield
     RECIPES.clear()
     RECIPES.update(before)
+
+
+@pytest.fixture
+def traced_calls(monkeypatch):
+    """The calls for which a layer has been traced, once for each program."""
+    calls, run_layer = [], forward.apply_layer
+
+    @functools.wraps(run_layer)  # whose argument names `jax.jit` asks for
+    def counted(*args, call, target):
+        calls.append(call)
+        return run_layer(*args, call=call, target=target)
+
+    compiled._jit.cache_clear()
+    monkeypatch.setattr(forward, "apply_layer", counted)
+    yield calls
+    compiled._jit.cache_clear()

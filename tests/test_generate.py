@@ -157,7 +157,7 @@ def test_one_trace_serves_prompts_of_one_size():
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), model.config)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.methods.full(), capacity=64)
-    run_layer = jit_with(forward._run_layer, ("call", "target"), ("state",))
+    run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state",))
     before = run_layer._cache_size()
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.methods.full(), capacity=64)

@@ -141,7 +141,7 @@ def after_the_fetch(text: str) -> list[str]:
 
 def lowered(model, method: str) -> str:
     state, s, target = start(model, method)
-    inlined = forward.Compiled(forward._run_layer, forward._unembed)  # so that a layer is no call in the text
+    inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
     step = jax.jit(functools.partial(loop.step, compiled=inlined), static_argnames="target")
     return step.lower(model.params, state, s, target=target).as_text()
 

@@ -165,7 +165,7 @@ def test_the_attention_of_a_repetition_is_that_of_kvpress(plus):
     block, _ = prompt()
     again = {name: jnp.asarray(stored()[f"again/{name}"])[None] for name in ("q", "k", "hidden")}
     pos = T + jnp.arange(T, dtype=jnp.int32)[None]
-    extra = {"output": output(), "hidden": again["hidden"][:, None]} if plus else {}
+    extra = {"output_projection": output(), "hidden_states": again["hidden"][:, None]} if plus else {}
     fresh = KVBlock(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
     look = jax.jit(functools.partial(Repeated(plus=plus).update_scores, spec=SPEC))
     ours = look(block, jnp.int32(0), Observation(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvjax.cache.method import Method
 
 
-_OF_PROMPTS = "select", "rescore", "represent", "merge", "shares", "attend"
+_OF_PROMPTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
 """The components of a method that nothing but a prompt meets."""
 
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer
+from kvjax.core.attention import causal
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -36,7 +37,7 @@ class Target:
     mesh: Mesh | None = None
 
 
-def _embed(
+def apply_embed(
     params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
 ) -> tuple[Array, Angles, Array]:
     """Embeds tokens that follow others.
@@ -64,12 +65,12 @@ def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Ar
     return _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
 
 
-def _unembed(params: Any, hidden: Array, target: Target) -> Array:
+def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
     """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
     return _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish)
 
 
-def _run_layer(
+def apply_layer(
     params: Any,
     hidden: Array,
     angles: Angles,
@@ -92,9 +93,20 @@ def _run_layer(
     return hidden, state, cross_layer
 
 
-embed = jax.jit(_embed, static_argnames="target")
-run_layer = jax.jit(_run_layer, static_argnames=("call", "target"))
-unembed = jax.jit(_unembed, static_argnames="target")
+@functools.partial(jax.jit, static_argnames="config")
+def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
+    """Runs tokens i32[B T] under exact causal attention, without a cache: logits f32[B T V]."""
+
+    def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
+        return causal(q, k, v, window=config.window(i)), None
+
+    decoder = Decoder(config, params["embedding"].dtype)
+    return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
+
+
+embed = jax.jit(apply_embed, static_argnames="target")
+run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
+unembed = jax.jit(apply_unembed, static_argnames="target")
 
 
 @dataclasses.dataclass(frozen=True)

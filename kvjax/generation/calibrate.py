@@ -59,13 +59,13 @@ class CountingLayer:
             hidden_states=self.kind.needs_hidden,
         )
 
-    def num_slots(self, prompt: int, room: int) -> int:
+    def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """None: no token is held."""
         return 0
 
-    def prefill(self, block: KVBlock, seen: Observation | None, slots: int) -> Any:
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
         """The statistics of the prompts, one set for each row."""
-        return self.kind.count(block.clean(), seen, self.spec)
+        return self.kind.count(block.clean(), observation, self.spec)
 
 
 def kind_of(text: str) -> Kind:

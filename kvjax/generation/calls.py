@@ -9,31 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import functional
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import arguments
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine import decode as engine_decode
 from kvjax.engine.decode import num_draft_tokens
-from kvjax.engine.forward import Target
+from kvjax.engine.forward import Target, exact_logits
 from kvjax.engine.plan import bind
-from kvjax.generation import limits
+from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
-from kvjax.generation.filled import checked
 from kvjax.generation.prompt_runner import run_prompts
 from kvjax.generation.prompts import Prompts, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 
-_uncached = jax.jit(functional.logits, static_argnames="config")
-
 
 def logits(model: Model, ids: Prompts) -> Array:
     """The exact uncached forward pass: f32[B T V], T the longest prompt; beyond a row's length it means nothing."""
     tokens, lengths = pad(token_ids(model, ids))
-    limits.check_result(model, *tokens.shape)
+    checks.check_result(model, *tokens.shape)
     with Timer().timed():
-        out = jax.block_until_ready(_uncached(model.params, place(model, tokens, "B T"), config=model.config))
+        out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
     return out[:, : int(lengths.max())]
 
 
@@ -83,10 +79,10 @@ def fresh_inputs(
             f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
             f"prefill with capacity={need} or more, or read with that, or with a larger room="
         )
-    limits.check_fed(model, cache.plan, used, longest)
+    checks.check_fed(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
-    limits.check_result(model, *tokens.shape)
+    checks.check_result(model, *tokens.shape)
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
 
 
@@ -111,7 +107,7 @@ def extend(
     in each row: one that looks ahead must guess these, as it does then, and is not told. Raises when the cache has no
     room, and when another model or method filled it.
     """
-    cache, ids = checked(model, cache, method), token_ids(model, ids)
+    cache, ids = checks.check_cache(model, cache, method), token_ids(model, ids)
     return extend_padded(model, ids, cache, decoded)
 
 

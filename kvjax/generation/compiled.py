@@ -31,13 +31,13 @@ def compiled_for(model: Model, num_tokens: int, *, in_place: bool, logits_of: in
     """
     width, dtype, tied = model.config.width, model.dtype, model.config.tie_embeddings
     run_layer = jit_with(
-        forward._run_layer,
+        forward.apply_layer,
         static=("call", "target"),
         donate=("state",) if in_place else (),
         options=options_for(num_tokens, width, dtype),
     )
     num_tokens = num_tokens if logits_of is None else logits_of
-    unembed = jit_with(forward._unembed, static=("target",), options=options_for(num_tokens, width, dtype, tied))
+    unembed = jit_with(forward.apply_unembed, static=("target",), options=options_for(num_tokens, width, dtype, tied))
     return Compiled(run_layer, unembed)
 
 

@@ -19,7 +19,7 @@ from kvjax.core.shown import table
 from kvjax.core.types import Array, KvjaxError, OtherWeights
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
-from kvjax.generation import calls, limits, save, shared, splice, states
+from kvjax.generation import calls, checks, save, shared, splice, states
 from kvjax.generation.prompt_runner import run_prompts
 from kvjax.generation.prompts import Prompts, round_up, token_ids
 from kvjax.generation.result import Result, joined
@@ -352,7 +352,7 @@ def read(
     more = {"chunk": chunk, "width": width, "progress": progress, "timer": timer}
     last, cache = run_prompts(model, plan, ids, capacity, **more)
     context = Context(model, cache, last, method, timer.run_seconds)
-    limits.warn_of_no_saving(method, context.bytes)
+    checks.warn_of_no_saving(method, context.bytes)
     return context
 
 

@@ -17,7 +17,7 @@ from kvjax.engine.forward import Plan, Target, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, run_exactly
-from kvjax.generation import limits
+from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.prompt_runner import replay_prompts
@@ -55,7 +55,7 @@ class Exact:
             return self._read_again(method, capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
         num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
-        limits.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
+        checks.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():

@@ -9,9 +9,7 @@ from kvjax.core import arguments
 from kvjax.core.types import KvjaxError
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
-from kvjax.generation import calls, limits, stops
-from kvjax.generation.filled import checked
-from kvjax.generation.finite import check_finite
+from kvjax.generation import calls, checks, stops
 from kvjax.generation.prompt_runner import run_prompts
 from kvjax.generation.prompts import Prompts, token_ids
 from kvjax.generation.result import Result
@@ -48,11 +46,11 @@ def start(
     if cache is None:
         plan = bind(method, model.config)
         last, filled = run_prompts(model, plan, ids, calls.room(ids, capacity, max_new_tokens), timer=timer)
-        check_finite(model, ids, last)
+        checks.check_finite(model, last)
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
-        checked(model, cache, method)
+        checks.check_cache(model, cache, method)
         args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
         out, filled = calls.extend_timed(model, cache, timer, **args)
         last = calls.at_row_ends(out, ids)
@@ -125,7 +123,7 @@ def generate(
     )
     out = begun.finish(max_new_tokens)
     if method is not None:
-        limits.warn_of_no_saving(method_of(method), out.bytes)
+        checks.warn_of_no_saving(method_of(method), out.bytes)
     return out
 
 

@@ -14,7 +14,7 @@ from kvjax.core import arguments
 from kvjax.core.types import Array, KvjaxError
 from kvjax.engine.forward import Plan, Target
 from kvjax.engine.prefill import prefill
-from kvjax.generation import limits
+from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
 from kvjax.generation.prompts import pad, place, round_up
 from kvjax.generation.timing import Timer
@@ -53,7 +53,7 @@ def run_prompts(
     chunk_of_method = _chunk_of_method(plan, chunk)
     padded = width or round_up(max(lengths))
     at_once = chunk or chunk_of_method or padded
-    limits.check_prompts(model, plan, lengths, num_slots, capacity, padded, at_once)
+    checks.check_prompts(model, plan, lengths, num_slots, capacity, padded, at_once)
     # Chunks of a method's own end where its slots do; those that a caller sets are equal, to share one program.
     tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
     at_once = min(at_once, tokens.shape[1])

@@ -17,7 +17,7 @@ from kvjax.core.types import Array, KvjaxError
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, SamplingParams
-from kvjax.generation import limits, stops
+from kvjax.generation import checks, stops
 from kvjax.generation import loop as decode_loop
 from kvjax.generation.compiled import compiled_for, jit_with, options_for
 from kvjax.generation.loop import DecodeState
@@ -198,7 +198,7 @@ def start_decoding(
     loop works on a copy.
     """
     loop = chosen_loop(loop, stop, max_new_tokens)
-    limits.check_decoding(model, cache, max_new_tokens)
+    checks.check_decoding(model, cache, max_new_tokens)
     timer, stop, sampler = timer or Timer(), stops.strings(model, stop), sampling.sampler()
     prefill_seconds = timer.run_seconds
     with timer.timed():

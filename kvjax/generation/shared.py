@@ -20,8 +20,8 @@ from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
+from kvjax.generation.checks import check_cache
 from kvjax.generation.compiled import compiled_for
-from kvjax.generation.filled import checked
 from kvjax.generation.prompts import pad, place, round_up
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -41,7 +41,7 @@ def read_behind(
     of: the row of the cache that each document follows, -1 for none; default row 0, the only one. On a mesh all follow
     row 0, and the cache has as many equal rows as the mesh divides rows among.
     """
-    checked(model, prefix)
+    check_cache(model, prefix)
     which, plan = _chosen(prefix, len(ids), of), bind(method, model.config)
     shared = np.asarray(prefix.length)
     before = np.where(which >= 0, shared[np.maximum(which, 0)], 0)
@@ -85,9 +85,9 @@ class PrefillAfterPrefix(ForwardMode):
         block, observation = observed_block(layer, prompt, self.lengths)
 
         def begin(
-            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, seen: Observation | None
+            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
         ) -> Any:
-            return layer.begin(prefix, prefix_lengths, members, q, block, seen, call.num_slots)
+            return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
 
         run = per_device(begin, *inputs.q.shape[:2], mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)

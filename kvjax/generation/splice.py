@@ -26,7 +26,7 @@ from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.generation import states
 from kvjax.generation.calls import extend_padded
-from kvjax.generation.filled import checked
+from kvjax.generation.checks import check_cache
 from kvjax.generation.prompts import Prompts, round_up, token_ids
 from kvjax.models.model import Model
 
@@ -38,7 +38,7 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     per row, empty ones for a deletion. Raises KvjaxError for places outside the rows and for too little room, and
     IncompatibleMethod for a method whose cache cannot be cropped to `start`, or holds tokens in groups.
     """
-    cache = checked(model, cache)
+    cache = check_cache(model, cache)
     fresh = _inserted(model, tokens, cache.length.shape[0])
     start, stop = (states.per_row(x, cache, name) for x, name in ((start, "start"), (stop, "stop")))
     held, new = states.held_tokens(cache), np.array([len(row) for row in fresh])

@@ -136,7 +136,7 @@ def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> Non
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if is_ours(make) or (other := load_ours().get(name)) is None:
+    if is_ours(make) or (other := _load_ours().get(name)) is None:
         return
     if is_ours(other.make):
         raise KvjaxError(f"kvjax has a method called {name} ({other.source}); give yours another name")
@@ -224,12 +224,12 @@ def load_all() -> dict[str, Recipe]:
     """All recipes: those of kvjax, those of installed packages, and those that the user has defined or loaded."""
     from kvjax.methods.loading import load_entry_points  # which needs this module
 
-    load_ours()
+    _load_ours()
     load_entry_points()
     return RECIPES
 
 
-def load_ours() -> dict[str, Recipe]:
+def _load_ours() -> dict[str, Recipe]:
     """Imports every file of this folder, each of which registers its own."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import CacheBytes, KvjaxError
 from kvjax.cache.accounting import array_bytes, full_bytes
 from kvjax.core.types import KvjaxWarning
-from kvjax.generation import limits
+from kvjax.generation import checks
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2, head_dim=16)
@@ -135,7 +135,7 @@ def test_a_cache_that_was_used_up_has_no_bytes():
 
 
 def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
-    monkeypatch.setattr(limits, "_TOLD", set())
+    monkeypatch.setattr(checks, "_TOLD", set())
     short = [[1, 2, 3]]
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"

@@ -17,7 +17,6 @@ from kvjax.cache.hold.codecs import Plain
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budgets import Pyramid, Uniform
 from kvjax.engine.plan import bind, specs
-from kvjax.generation import by_layer
 from kvjax.parts import Method, Policy, Scorer, make_selection, token_scores
 from kvjax.testing import toy_model
 from tests.contract.table import TRIALS
@@ -89,20 +88,7 @@ def test_a_policy_keeps_its_selection():
     assert layer.after_prompt is layer
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """The sites of which programs of a decode step's layer have been compiled."""
-    sites, lower = [], by_layer.LAYER.lower
-
-    def counted(**kwargs):
-        sites.append(kwargs["site"])
-        return lower(**kwargs)
-
-    monkeypatch.setattr(by_layer.LAYER, "lower", counted)
-    return sites
-
-
-def test_methods_that_select_share_a_decode_program(compiled):
+def test_methods_that_select_share_a_decode_program(traced_calls):
     model = toy_model(layers=3, head_dim=24)  # a head size that no other test has
     methods = "snapkv:budget=8,window=4", "keydiff:budget=8", "snapkv:budget=8,window=4 + kvcrush:share=0.5"
     found = []
@@ -111,7 +97,8 @@ def test_methods_that_select_share_a_decode_program(compiled):
         logits, after = kvjax.extend(model, [[7], [8]], cache)
         assert after.plan == cache.plan == bind(method, model.config)
         found.append(np.asarray(logits))
-    assert len(compiled) == 1 and compiled[0].layer.method == Method()
+    in_steps = {call for call in traced_calls if not call.num_slots}
+    assert [call.layer.method for call in in_steps] == [Method()]
     assert not np.allclose(found[0], found[1]) and not np.allclose(found[0], found[2])  # what they hold differs
 
 

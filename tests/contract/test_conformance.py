@@ -23,7 +23,7 @@ from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
-from kvjax.generation.filled import checked
+from kvjax.generation.checks import check_cache
 from kvjax.methods.strings import method_of
 from kvjax.testing import toy_model
 
@@ -190,23 +190,23 @@ def test_a_cache_of_another_dtype_is_refused(model, method):
             kvjax.extend(this, [[1]], cache)
         with pytest.raises(KvjaxError, match=says):
             kvjax.generate(this, [[1]], cache=cache, max_new_tokens=2)
-    assert checked(model, caches[0]) is caches[0] and checked(HALF, caches[1]) is caches[1]
+    assert check_cache(model, caches[0]) is caches[0] and check_cache(HALF, caches[1]) is caches[1]
 
 
 def test_a_shared_cache_of_another_dtype_is_refused(model):
     shared = [kvjax.read(m, [[1, 2]], "full").share([[3], [4]], "int4", room=8).cache for m in (model, HALF)]
-    assert checked(model, shared[0]) is shared[0] and checked(HALF, shared[1]) is shared[1]
+    assert check_cache(model, shared[0]) is shared[0] and check_cache(HALF, shared[1]) is shared[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
-        checked(HALF, shared[0])
+        check_cache(HALF, shared[0])
 
 
 def test_a_cache_of_codes_knows_the_dtype_of_its_model_too(model):
     caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, HALF)]
     held = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in caches]
     assert held[0] == held[1]
-    assert checked(HALF, caches[1]) is caches[1]
+    assert check_cache(HALF, caches[1]) is caches[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
-        checked(HALF, caches[0])
+        check_cache(HALF, caches[0])
 
 
 def test_strings_and_values_are_taken_alike(model):

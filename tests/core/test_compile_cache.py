@@ -66,7 +66,7 @@ def test_compilation_is_told_apart_from_running():
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
     model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
-    texts, jitted = [], jit_with(forward._run_layer, ("call", "target"), ("state",), tuple(WITHOUT_PACKING.items()))
+    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(WITHOUT_PACKING.items()))
 
     def lowered(*args, **static):
         texts.append(jitted.lower(*args, **static).compile().as_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from kvjax import functional
 from kvjax.engine import decode, forward, prefill
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.generation import compiled
 from kvjax.generation.compiled import compiled_for
 from kvjax.testing import full_copies, toy_model
 
@@ -30,54 +27,38 @@ PLACED = (
 METHODS = ("full", "kivi:bits=2,group=8,residual=8", "snapkv:budget=8,window=4", "offload", *PLACED)
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """The calls for which a layer has been traced, once for each program."""
-    calls, run_layer = [], forward._run_layer
-
-    @functools.wraps(run_layer)  # whose argument names `jax.jit` asks for
-    def counted(*args, call, target):
-        calls.append(call)
-        return run_layer(*args, call=call, target=target)
-
-    compiled._jit.cache_clear()
-    monkeypatch.setattr(forward, "_run_layer", counted)
-    yield calls
-    compiled._jit.cache_clear()
-
-
 @pytest.mark.parametrize("method", ["full", "kivi:bits=2,group=8,residual=8", "snapkv:budget=8,window=4"])
-def test_a_deep_model_compiles_as_many_programs_as_a_shallow_one(traced, method):
+def test_a_deep_model_compiles_as_many_programs_as_a_shallow_one(traced_calls, method):
     counts = []
     for layers in (4, 9):
-        traced.clear()
+        traced_calls.clear()
         # A head size that no other test has: programs that one of them compiled would be used again.
         kvjax.generate(toy_model(layers=layers, head_dim=40), PROMPTS, method, max_new_tokens=4, loop="layers")
-        counts.append(len(traced))
+        counts.append(len(traced_calls))
     assert counts == [2, 2]  # a prompt's layer, and a step's
 
 
-def test_layers_with_windows_of_their_own_have_programs_of_their_own(traced):
+def test_layers_with_windows_of_their_own_have_programs_of_their_own(traced_calls):
     model = toy_model(layers=4, windows=(None, 5, None, 5))
     kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="layers")
-    assert len(traced) == 2 + 2  # a prompt's first and second layer, and a step's
+    assert len(traced_calls) == 2 + 2  # a prompt's first and second layer, and a step's
     exact = kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="while")
     assert kvjax.generate(model, PROMPTS, "full", max_new_tokens=4, loop="layers").tokens == exact.tokens
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_of_a_long_prompts_last_layer_only_what_is_looked_at_is_asked(method, traced, monkeypatch):
+def test_of_a_long_prompts_last_layer_only_what_is_looked_at_is_asked(method, traced_calls, monkeypatch):
     model = toy_model(layers=3, windows=(None, 5, 5))
     want, exact = kvjax.prefill(model, PROMPTS, method, capacity=64)
     monkeypatch.setattr(prefill, "SHORT_PROMPT_TOKENS", 0)
-    traced.clear()
+    traced_calls.clear()
     got, few = kvjax.prefill(model, PROMPTS, method, capacity=64)
     np.testing.assert_allclose(got, want, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, kvjax.kept_positions(few), kvjax.kept_positions(exact))
     after = [kvjax.extend(model, [[7], [8]], cache)[0] for cache in (few, exact)]
     np.testing.assert_allclose(*after, atol=1e-5)
     asks_all = any(layer.needs.observed_queries is None for layer in few.plan)
-    assert any(call.selects_queries for call in traced) or asks_all
+    assert any(call.selects_queries for call in traced_calls) or asks_all
 
 
 @pytest.mark.parametrize("method", METHODS)

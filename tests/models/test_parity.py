@@ -11,6 +11,7 @@ import kvjax
 from checkpoints_convert.convert import read
 from kvjax import functional
 from kvjax.core import attention
+from kvjax.engine.forward import exact_logits
 from tests.fixtures import FAMILIES, load_family
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -58,9 +59,11 @@ def test_fixtures_cover_every_variant():
 def test_the_window_matters(name, monkeypatch):
     """The prompts are long enough for a wrong window to show: without it, parity fails."""
     exact = attention.causal
-    monkeypatch.setattr("kvjax.functional.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
+    monkeypatch.setattr("kvjax.engine.forward.causal", lambda *a, window=None, **kw: exact(*a, window=None, **kw))
     config, params, expected = load_family(name)
+    exact_logits.clear_cache()
     logits = functional.logits(params, expected["tokens"][-1:], config)
+    exact_logits.clear_cache()
     assert relative_error(logits[0], expected["logits"][-1]) > 100 * TOLERANCE
 
 

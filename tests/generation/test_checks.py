@@ -12,7 +12,7 @@ import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
 from kvjax.core.types import KvjaxWarning
-from kvjax.generation import limits
+from kvjax.generation import checks
 from kvjax.generation.timing import Timer
 from kvjax.testing import toy_model
 
@@ -81,8 +81,8 @@ def test_positions_that_the_model_does_not_know(method, prompt, fed):
     with warns(fed):
         context.feed(ids(8))
     with warns(fed):
-        limits.check_decoding(MODEL, context.cache, 5)
-    limits.check_decoding(MODEL, context.cache, 4)
+        checks.check_decoding(MODEL, context.cache, 5)
+    checks.check_decoding(MODEL, context.cache, 4)
     with warns(prompt):
         kvjax.prefill(MODEL, ids(65), method)
 

@@ -1,4 +1,4 @@
-"""What a call needs, held against what there is: the model's positions, and memory."""
+"""Checks before and after a call: whose cache it is, context length and memory, and finite logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, KvjaxWarning
+from kvjax.core.types import Array, KvjaxError, KvjaxWarning, OtherWeights
 from kvjax.engine.forward import Plan
+from kvjax.engine.plan import bind
 from kvjax.generation.planned import bytes_of
-from kvjax.methods.strings import name_of
+from kvjax.methods.strings import method_of, name_of
 from kvjax.models.config import LARGEST, Config
 from kvjax.models.model import Model
 
@@ -111,3 +112,39 @@ def _warn(model: Model, what: str) -> None:
         KvjaxWarning,
         stacklevel=4,
     )
+
+
+def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
+    """The cache; raises OtherWeights for that of another model, and KvjaxError where another method is named."""
+    if not isinstance(cache, Cache):
+        raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
+    cache.check_whole()
+    if cache.config != model.config:
+        raise OtherWeights("this cache was filled by another model; prefill the prompt with this one")
+    if cache.dtype != model.dtype.name:
+        raise OtherWeights(
+            f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the prompt "
+            f"with this one, or load it with dtype={cache.dtype!r}"
+        )
+    if cache.weights not in ("", model.fingerprint):
+        raise OtherWeights(
+            "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
+            "one, or go on with that one"
+        )
+    if method is not None and bind(method, model.config) != cache.plan:
+        raise KvjaxError(
+            f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
+            "method, or prefill the prompt under this one"
+        )
+    return cache
+
+
+def check_finite(model: Model, logits: Array) -> None:
+    """Raises KvjaxError where the logits f32[B V] behind prompts are not finite."""
+    is_finite = np.isfinite(np.asarray(logits)).all(-1)
+    if not is_finite.all():
+        raise KvjaxError(
+            f"the logits after prompt {int(np.argmin(is_finite))} are not finite: the model or the method computes "
+            f"what {model.dtype} cannot hold; load the model with dtype='float32', or convert its checkpoint again; "
+            "jax.config.update('jax_debug_nans', True) then stops where the first such number comes up"
+        )
