@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except (AssertionError, RuntimeError):  # what JAX raises where it has no device
         if _devices():
             raise
-        wanted = f"JAX_PLATFORMS={jax.config.jax_platforms}"
+        wanted = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
         print(f"kvjax: {wanted}: JAX finds no such device; {PLATFORMS}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

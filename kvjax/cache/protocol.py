@@ -185,6 +185,7 @@ class BoundLayer(Protocol[State]):
         ...
 
 
+@runtime_checkable
 class KVMethod(Protocol):
     """A KV-cache method: frozen, hashable, without arrays."""
 

@@ -224,10 +224,9 @@ class Behind:
     def bind(self, spec: LayerSpec) -> Shared:
         """Both in one layer; raises IncompatibleMethod where a prefix or what is behind it cannot be held so."""
         prefix, own = self.prefix.bind(spec), self.own.bind(spec)
-        for layer in (prefix, own):
-            if not isinstance(layer, ShareableLayer):
-                name = type(layer).__name__
-                raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
+        if not isinstance(prefix, ShareableLayer) or not isinstance(own, ShareableLayer):
+            name = type(own if isinstance(prefix, ShareableLayer) else prefix).__name__
+            raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
         prefix.check_shared()
         own.check_with_prefix()
         return Shared(prefix, own)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
@@ -41,6 +43,14 @@ class SideStore:
 
     def num_main_slots(self, kept: int) -> int:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
+        raise NotImplementedError
+
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """Slots of each head in the mean for the tokens i32[B K] that heads keep; of a store with `by_head`."""
+        raise NotImplementedError
+
+    def with_room_for(self, slots: int) -> SideStore:
+        """The store that has this many slots of each head in the mean; of a store with `by_head`."""
         raise NotImplementedError
 
     def split(

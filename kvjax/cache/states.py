@@ -55,7 +55,7 @@ class StateOperations:
         # Counted by NumPy: a reduction by JAX would be compiled for every shape.
         used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
         empty = self._bytes_beyond(state, used.tolist(), dtype)
-        if state.side_store is None:
+        if self.method.side_store is None:
             return empty
         beside = self.method.side_store.empty_bytes(state.side_store)
         return {kind: size + beside[kind] for kind, size in empty.items()}
@@ -87,11 +87,13 @@ class StateOperations:
     def max_rollback(self, state: LayerState) -> Array:
         """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""
         self._check_append_only("give back tokens")
+        assert state.n is not None  # as without a policy
         bound = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
         return state.n - jnp.maximum(*bound)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
         """The state without the last count i32[B] tokens of each row."""
+        assert state.n is not None
         n = state.n - count
         slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
         state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
@@ -142,7 +144,7 @@ class StateOperations:
         here = gather(exact, state.pos)
         keys = relative_error(self.k.decode(state.k), self.as_held(here))
         values = relative_error(self.v.decode(state.v), here.v)
-        if state.side_store is None:
+        if self.method.side_store is None:
             return keys, values
         there = gather(exact, self.method.side_store.positions(state.side_store))
         read = self.method.side_store.visible_block(self._layer, state.side_store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +62,13 @@ def apply_embed(
 
 def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
     """Embeds tokens i32[B T] at pos i32[B T], where padding counts as position 0: hidden [B T D], angles of RoPE."""
-    return _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+    found = _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+    return cast(tuple[Array, Angles], found)
 
 
 def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
     """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
-    return _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish)
+    return cast(Array, _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish))
 
 
 def apply_layer(

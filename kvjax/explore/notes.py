@@ -78,12 +78,14 @@ class _Merge(_Heard):
 
 def noted(layer: BoundLayer) -> tuple[BoundLayer, Noting]:
     """A layer whose slots `representatives` and `merge` are listened to, where it has any, and what they say."""
-    noting, method = Noting(), layer.method if isinstance(layer, MethodLayer) else None
-    if method is None or (method.representatives is None and method.merge is None):
+    noting = Noting()
+    if not isinstance(layer, MethodLayer):
         return layer, noting
-    representatives = (
-        None if method.representatives is None else _Represent(method.representatives, noting, method.select.sinks)
-    )
+    method, representatives = layer.method, None
+    if method.representatives is None and method.merge is None:
+        return layer, noting
+    if method.representatives is not None and method.select is not None:
+        representatives = _Represent(method.representatives, noting, method.select.sinks)
     merge = None if method.merge is None else _Merge(method.merge, noting)
     return dataclasses.replace(
         layer, method=dataclasses.replace(method, representatives=representatives, merge=merge)

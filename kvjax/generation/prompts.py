@@ -15,7 +15,7 @@ from kvjax.core.mesh import check_divides, named
 from kvjax.core.types import Array, KvjaxError, TracedCall
 from kvjax.models.model import Model
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]] | np.ndarray
+Prompts = str | Sequence[str | Sequence[int] | np.ndarray] | np.ndarray
 
 BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
 
@@ -75,14 +75,14 @@ def check_not_traced(model: Model, *arguments: Any) -> None:
         )
 
 
-def _check_several(prompts: Sequence[str] | Sequence[Sequence[int]] | np.ndarray) -> None:
+def _check_several(prompts: Prompts) -> None:
     """Raises KvjaxError for the ids of one prompt where a list of prompts belongs."""
     if all(map(_is_id, prompts)):
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
         raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
 
 
-def _is_id(x: object) -> bool:
+def _is_id(x: Any) -> bool:
     """Whether it is a whole number, of Python, NumPy or JAX."""
     of_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
     return of_array or isinstance(x, numbers.Integral)

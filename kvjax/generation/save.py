@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
 from kvjax.cache.shared import Shared, SharedState
@@ -120,7 +119,7 @@ def _tree(layer: BoundLayer, model: Model, rows: int, capacity: int, arrays: Seq
 
 def _trees(
     layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
-) -> Iterator[PyTreeDef]:
+) -> Iterator[Any]:
     """The structures that the first of these arrays may have, of so many rows if that is known."""
     if isinstance(layer, Shared):
         yield from _shared_trees(layer, model, rows, capacity, arrays)
@@ -142,7 +141,7 @@ def _trees(
 
 def _shared_trees(
     layer: Shared, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
-) -> Iterator[PyTreeDef]:
+) -> Iterator[Any]:
     """Those of prefixes and of what rows have behind them."""
     prefix, own = layer.parts
     most = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had more room
@@ -150,8 +149,9 @@ def _shared_trees(
         left = arrays[of_prefix.num_leaves :]
         for of_own in _trees(own, model, rows, most, left):
             held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
-            for members in (None, 0):
-                yield jax.tree.structure(SharedState(*held, before=0, members=members))
+            leaf: Any = 0
+            for members in (None, leaf):
+                yield jax.tree.structure(SharedState(*held, before=leaf, members=members))
 
 
 def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:

@@ -40,16 +40,16 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     """
     cache = check_cache(model, cache)
     fresh = _inserted(model, tokens, cache.length.shape[0])
-    start, stop = (states.per_row(x, cache, name) for x, name in ((start, "start"), (stop, "stop")))
+    first, end = (states.per_row(x, cache, name) for x, name in ((start, "start"), (stop, "stop")))
     held, new = states.held_tokens(cache), np.array([len(row) for row in fresh])
-    _check(start, stop, held, new, cache.capacity)
+    _check(first, end, held, new, cache.capacity)
     for layer in cache.plan:
         if not isinstance(layer, EditableLayer):
             raise missing(layer, "be edited")
-    before = states.crop(cache, start.tolist())
+    before = states.crop(cache, first.tolist())
     if new.any():
         before = extend_padded(model, fresh, before)[1]
-    tail = held - stop
+    tail = held - end
     if not tail.any():
         return before
     count = jnp.asarray(tail, jnp.int32)
@@ -57,7 +57,7 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
         layers=cache.layers,
         before=before.layers,
         count=count,
-        shift=jnp.asarray(start + new - stop, jnp.int32),
+        shift=jnp.asarray(first + new - end, jnp.int32),
         plan=cache.plan,
         width=min(round_up(int(tail.max())), cache.capacity),
         rope=model.config.rope,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,4 +136,4 @@ def held_tokens(cache: Cache) -> np.ndarray:
 def mesh_of(cache: Cache) -> Mesh | None:
     """The mesh that a cache lies on."""
     sharding = cache.length.sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None

@@ -51,6 +51,7 @@ class Preference(LayerBudgets):
             raise KvjaxError(f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6")
 
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+        assert layer.method.select is not None
         asked = layer.method.select.scorer.require_observation(observation)
         sums, count = _of_window(block, asked, self.num_queries, layer.spec)
         before = before_window(block, self.num_queries)[:, :, None]
@@ -64,6 +65,7 @@ class Preference(LayerBudgets):
 
     def allocate_tokens(self, layer: MethodLayer, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
+        assert select is not None
         if None in layer.budgets:
             raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)

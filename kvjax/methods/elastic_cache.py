@@ -83,7 +83,10 @@ class FixedPoint(Policy):
             )
 
     def num_slots(self, layer: MethodLayer) -> int:
-        return layer.method.select.most() + 1
+        assert layer.method.select is not None
+        most = layer.method.select.most()
+        assert most is not None
+        return most + 1
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int

@@ -58,6 +58,7 @@ class CalibratedShares(Kind):
 
     def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
         """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
+        assert layer.method.select is not None
         size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
         kept = []
         for part in FRACTIONS:
@@ -273,6 +274,7 @@ class CalibratedDivision(HeadBudgets):
         division = Division(
             self.given, _shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
         )
+        assert spec.index is not None
         mine = LayerDivision(division, spec.index)
         return dataclasses.replace(select, budget=mine), mine
 

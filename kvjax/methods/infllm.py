@@ -122,6 +122,7 @@ class Blocks(Reader):
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         rope, n, own_slots = layer.spec.rope, state.n[:, None], slots_of_queries(state, q_pos)
         kept = (q_pos >= 0) & (own_slots(q_pos) < n)
         reader_state = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
@@ -217,6 +218,7 @@ class Blocks(Reader):
 
     def _near(self, state: LayerState, reader_state: Recent) -> Tokens:
         """Sinks and ring, as they came."""
+        assert state.n is not None
         slot = self._ring_of(reader_state.mass).slots(state.n, self._first(reader_state.formed))
         return _tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
 
@@ -234,6 +236,7 @@ class Blocks(Reader):
         self, layer: MethodLayer, state: LayerState, reader_state: Recent, far_q: Array, asking: Array
     ) -> Tokens:
         """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
+        assert reader_state.keys is not None
         B, K, _, N, _ = reader_state.keys.shape
         real = asking[:, None, None, :, None]
         mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)

@@ -58,7 +58,10 @@ class Recompress(Policy):
 
     def target(self, layer: MethodLayer) -> int:
         """Tokens that are left by a compression."""
-        return layer.method.select.most()
+        assert layer.method.select is not None
+        most = layer.method.select.most()
+        assert most is not None
+        return most
 
     def most(self, layer: MethodLayer) -> int:
         """Tokens of a head that are held when the selection is made again."""
@@ -73,7 +76,7 @@ class Recompress(Policy):
     ) -> tuple[Array, Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        if observation is not None:
+        if observation is not None and layer.method.select is not None:
             wanted = layer.method.select.scorer.num_queries
             observation = _in_places(latest(observation, self.every if wanted is None else wanted))
         return jnp.where(place < held, place, -1), observation
@@ -98,6 +101,7 @@ class Recompress(Policy):
     def _selected(self, layer: MethodLayer, state: LayerState, due: Array) -> Array:
         """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
         method, S = layer.method, state.pos.shape[2]
+        assert method.select is not None
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
         held = KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
         in_order = gather(held, order)

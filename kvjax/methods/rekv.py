@@ -74,6 +74,7 @@ class ByQuestion(Retrieve):
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         real = (q_pos >= 0)[:, None, None, :, None]
         bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question

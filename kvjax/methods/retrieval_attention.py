@@ -71,6 +71,7 @@ class HostSearch(Reader):
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         S, window = state.pos.shape[2], layer.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
         static = _static(state, _held(ring, state.n))

@@ -96,6 +96,7 @@ class Speculative(Reader):
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         reader_state, T = state.reader_state, q.shape[3]
         if T > 2:
             raise KvjaxError(

@@ -47,6 +47,7 @@ class PersistentTokens(Reader):
             )
 
     def at(self, spec: LayerSpec) -> Reader:
+        assert spec.index is not None
         if spec.index < self.dense:
             return Full()
         # Of the two numbers of layers nothing is left that would tell one layer from another like it.

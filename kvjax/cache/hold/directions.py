@@ -11,7 +11,7 @@ from kvjax.cache.hold.tier import Tiers
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.representatives import Count, fraction_of
 from kvjax.cache.select.units import gather, slots_where, top
 from kvjax.core.attention import NEG, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
@@ -55,13 +55,14 @@ class SharedDirections(Tiers):
 
     def at(self, spec: LayerSpec) -> SharedDirections | None:
         """The lower or the upper layer of a pair; None below the first pair, and in a last layer without another."""
+        assert spec.index is not None
         place = spec.index - fraction_of(self.start, spec.num_layers)
         lower = place % 2 == 0
         if place < 0 or (lower and spec.index + 1 == spec.num_layers):
             return None
         return dataclasses.replace(self, paired_layer=1 if lower else -1)
 
-    def num_main_slots(self, kept: int) -> int:
+    def num_main_slots(self, kept: Count) -> Count:
         """Of so many tokens, an int or i32[B], those that stay exact."""
         return kept - fraction_of(1 - self.share, kept)
 
@@ -69,6 +70,7 @@ class SharedDirections(Tiers):
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, Merged]:
         most = self._most(layer, block.pos.shape[2], slots)
+        assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))

@@ -27,6 +27,7 @@ def fits(k: Any, v: Any) -> bool:
 def read(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
     k, v, window = layer.k, layer.v, layer.spec.window
+    assert isinstance(k, Kivi) and isinstance(v, Kivi)
     settled = jnp.minimum(state.k.num_quantized, state.v.num_quantized)
     interpret = jax.default_backend() != "gpu"
     k_codes, v_codes = k.codes(state.k), v.codes(state.v)

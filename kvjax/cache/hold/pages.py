@@ -77,6 +77,7 @@ class Pages(SideStore):
     ) -> tuple[KVBlock, Shelves]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
+        assert select is not None
         most, share = select.most_of(block.pos.shape[2]), self.share
         if observation is not None and observation.num_kept is not None:
             share = Counted(observation.num_kept, select.unit.size)
@@ -119,6 +120,9 @@ class Pages(SideStore):
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
+
+    def with_room_for(self, slots: int) -> Pages:
+        return dataclasses.replace(self, slots_per_head=slots)
 
     def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> Shelves:
         """Heads with their tokens at the front -> the shelves of this device, so many pages each.

@@ -211,6 +211,7 @@ def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array
     """
     newest = over_heads.max(state.pos.max(2))  # [B 1]
     ahead = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+    assert state.n is not None
     n = state.n[:, None]
 
     def slots(some: Array) -> Array:

@@ -97,6 +97,7 @@ class Table(HeadBudgets):
     weights: tuple[tuple[float, ...], ...]
 
     def at(self, spec: LayerSpec) -> Table:
+        assert spec.index is not None
         if len(self.weights) != spec.num_layers or len(self.weights[spec.index]) != spec.num_kv_heads:
             sizes = f"{len(self.weights)} layers of {sorted({len(row) for row in self.weights})} heads"
             raise KvjaxError(

@@ -55,6 +55,7 @@ class ModelRanking(LayerBudgets):
             )
 
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Candidates:
+        assert layer.method.select is not None
         return self.rescale(layer.method.select.candidates(block, observation, layer.spec))
 
     def rescale(self, found: Candidates) -> Candidates:
@@ -68,6 +69,7 @@ class ModelRanking(LayerBudgets):
         return found._replace(scores=jnp.where(scored, scaled, found.scores))
 
     def allocate_tokens(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Array:
+        assert layer.method.select is not None
         L, B, K, U = measures.scores.shape
         scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, L * K, U)
         quota = jnp.repeat(measures.quota.T, K, 1)  # i32[B L*K]
@@ -89,6 +91,7 @@ class ModelRanking(LayerBudgets):
                 "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "
                 "adakv:scope=model'"
             )
+        assert method.select is not None
         scorer = method.select.scorer
         if not (scorer.comparable or self.normalise):
             raise IncompatibleMethod(

@@ -134,7 +134,7 @@ class Selection:
         places = 0
         if representatives is not None:
             places = fraction_of(representatives.share, max(slots - self.sinks - self.recent, 0) // self.unit.size)
-        if places:
+        if representatives is not None and places:
             taken = self._representatives(block, scores.per_query_head, part, representatives, places, best)
         allowed = evictable(part, by_units.shape[2]) & ~taken
         chosen = best(allowed, taken.sum(-1, dtype=jnp.int32)) | taken[:, None]

@@ -13,7 +13,7 @@ tokens of every head, and all of them if it has no more than `keep`.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,29 @@ from kvjax.core.types import Array, KVBlock, KvjaxError
 class Unit(Protocol):
     """What is kept or dropped as a whole."""
 
-    size: int  # consecutive tokens
-    score: str  # of a unit, from its tokens' scores: "sum", "mean" or "max"
-    aligned: bool  # whether units are the pages of the row, counted from its very first token
+    @property
+    def size(self) -> int:
+        """Consecutive tokens."""
+        ...
+
+    @property
+    def score(self) -> str:
+        """Of a unit, from its tokens' scores: "sum", "mean" or "max"."""
+        ...
+
+    @property
+    def aligned(self) -> bool:
+        """Whether units are the pages of the row, counted from its very first token."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
     """Each token alone."""
 
-    size: ClassVar[int] = 1
-    score: ClassVar[str] = "sum"
-    aligned: ClassVar[bool] = False
+    size = 1
+    score = "sum"
+    aligned = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Chunk:
 
     size: int
     score: str = "sum"
-    aligned: ClassVar[bool] = False
+    aligned = False
 
     def __post_init__(self):
         if self.size < 1:
@@ -60,7 +71,7 @@ class Chunk:
 class Page(Chunk):
     """Chunks that are the row's pages of `size` tokens: the sinks must fill whole pages."""
 
-    aligned: ClassVar[bool] = True
+    aligned = True
 
 
 class Split(NamedTuple):
