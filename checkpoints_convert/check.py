@@ -106,8 +106,8 @@ def logit_difference(src: str | Path, dst: str | Path, record: checkpoint.Manife
 
 def transformers_logits(src: str | Path, prompts: list[np.ndarray], dtype: str) -> list[np.ndarray]:
     """Logits [T V] of each prompt, computed by transformers in float32 from weights rounded to `dtype`."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]  (an optional library)
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     directory, options = Path(src), {"dtype": torch.float32, "attn_implementation": "eager"}
     if directory.is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from checkpoints_convert.families import Family, family
 from kvjax.core.types import KvjaxError
@@ -60,7 +60,7 @@ def translate(raw: Raw, generation: Raw | None = None) -> Config:
     )
 
 
-def _is_integer(x: Any) -> bool:
+def _is_integer(x: Any) -> TypeGuard[int]:
     return isinstance(x, int) and not isinstance(x, bool)
 
 

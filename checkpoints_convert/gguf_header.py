@@ -87,9 +87,10 @@ class _Cursor:
 
 
 def _number_type(kind: int) -> str:
-    if kind >= len(NUMBERS) or NUMBERS[kind] is None:
+    dtype = NUMBERS[kind] if kind < len(NUMBERS) else None
+    if dtype is None:
         raise _Damaged(f"a value has the type {kind}, which there is not")
-    return NUMBERS[kind]
+    return dtype
 
 
 def read(file: Path) -> Header:

@@ -77,8 +77,8 @@ def sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer
     merges = merges_by_score(vocabulary, scores)
     unknown = vocabulary.name("unk")
     tokenizer = Tokenizer(BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces = [normalizers.Replace(" ", SPACE)]
-    decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    decoding: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if value(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         decoding.append(decoders.Strip(" ", left=1))

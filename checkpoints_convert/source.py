@@ -60,12 +60,15 @@ class Source(Protocol):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """What belongs beside the converted weights."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
         """One tensor; no more of the file than that stays in memory."""
+        ...
 
     def peer(self) -> Callable[[str], np.ndarray]:
         """What `read` does, by another reader of the same files where there is one: for comparisons."""
+        ...
 
 
 def opened(path: str | Path) -> Source:
@@ -96,9 +99,10 @@ class Directory:
             raise KvjaxError(
                 f"there is no directory {directory}; give the directory that holds config.json and the weights"
             )
-        self.config = self.json("config.json")
-        if self.config is None:
+        config = self.json("config.json")
+        if config is None:
             raise KvjaxError(f"{directory} has no config.json; copy it from where the weights came from")
+        self.config: dict[str, Any] = config
         self.generation = self.json("generation_config.json")
         self.tensors = self._tensors()
 

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except (AssertionError, RuntimeError):  # what JAX raises where it has no device
         if _devices():
             raise
-        wanted = f"JAX_PLATFORMS={jax.config.jax_platforms}"
+        wanted = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
         print(f"kvjax: {wanted}: JAX finds no such device; {PLATFORMS}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -330,7 +330,7 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
 
     with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
         run = start(model, prompts, method, **options)
-    if len(run.carry.out) == 1 and model.tokenizer is not None:
+    if len(run.state.out) == 1 and model.tokenizer is not None:
         for piece in run.pieces(options["max_new_tokens"]):
             print(piece, end="", flush=True)
         print(f"\n[{run.result().finish_reasons[0]}]")

@@ -18,11 +18,12 @@ import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
 from kvjax.cache.slot_values import uncompared
 from kvjax.core import arguments, memory, shown
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import KvjaxError
 from kvjax.generation.calls import extend, logits, prefill
 from kvjax.generation.generate import generate
 from kvjax.generation.planned import planned_bytes
@@ -195,7 +196,7 @@ def _place(tried: _Tried) -> str:
     """Run without compiling, since programs of layers that are guarded would serve nothing else."""
     with jax.disable_jit():
         try:
-            tried.guarded.step([0, 1, 2], tried.guarded.beginning, 0)
+            tried.guarded.feed(tried.guarded.beginning, [tokens[:1] for tokens in tried.following])
         except _IndexRead as e:
             return f"{_where(e)}`spec.index` is used when the layer is called, where it is None and compares as unequal"
     return ""
@@ -222,7 +223,7 @@ def changed_types(before: Any, after: Any) -> str:
 def _numbers(tried: _Tried) -> str:
     for t, (out, _) in enumerate(tried.walk[1:]):
         for row in range(3):
-            if not np.isfinite(out[row]).all():
+            if out is not None and not np.isfinite(out[row]).all():
                 return f"the logits of row {row} are not finite in step {t + 1}"
     return ""
 
@@ -258,7 +259,7 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, decoded: b
                 f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False",
                 "Set `evicts=True` in the method's traits, or keep every token.",
             )
-        if getattr(method, "decode", None) and len(real) == len(positions):  # only a kvjax.Method has policies
+        if isinstance(method, Method) and method.decode and len(real) == len(positions):
             return _Broken(
                 f"head {head} has no empty slot for the next token: the policy must let one go",
                 "In `after_token`, give one slot of each full head the position -1: "
@@ -315,7 +316,7 @@ def _likeness(tried: _Tried) -> str:
         for (layer, state), (_, exact) in zip(first, wanted, strict=False):
             values = layer.v.decode(state.v), memory.unpack(exact.v)
             sides = {"values": values}
-            if tried.method.positions == "true":
+            if layer.method.positions == "true":
                 sides["keys"] = layer.keys(state.k, state.pos), memory.unpack(exact.k)
             for name, (held, true) in sides.items():
                 if wrong := _unlike(tried, np.asarray(state.pos), held, true):
@@ -323,7 +324,7 @@ def _likeness(tried: _Tried) -> str:
     return ""
 
 
-def _unlike(tried: _Tried, pos: np.ndarray, held: Array, true: Array) -> str:
+def _unlike(tried: _Tried, pos: np.ndarray, held: Any, true: Any) -> str:
     """How rows held [B K S H] at positions [B 1|K S] differ from the true ones [B K S' H], the slot a position."""
     held, true = (np.asarray(x, np.float32) for x in (held, true))
     pos = np.broadcast_to(pos, held.shape[:3])
@@ -342,7 +343,7 @@ def _unlike(tried: _Tried, pos: np.ndarray, held: Array, true: Array) -> str:
 def _rows(tried: _Tried) -> str | _Broken:
     beginnings = []
     for row in range(3):
-        alone = [(None, tried.read([row]))]
+        alone: list[tuple[np.ndarray | None, Cache]] = [(None, tried.read([row]))]
         beginnings.append(alone[0][1])
         for t in range(STEPS):
             alone.append(tried.feed(alone[-1][1], [tried.following[row][t : t + 1]]))
@@ -398,7 +399,7 @@ def _exact(tried: _Tried) -> str:
         return ""
     for row, prompt in enumerate(tried.prompts):
         want = np.asarray(logits(tried.model, [prompt + tried.following[row]]), np.float32)[0, len(prompt) :]
-        got = np.concatenate([out[row] for out, _ in tried.walk[1:]])
+        got = np.concatenate([out[row] for out, _ in tried.walk[1:] if out is not None])
         if not _near(tried, got, want):
             return f"the logits of row {row} are not those of the full cache, and `traits.exact` is True"
     return ""

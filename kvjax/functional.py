@@ -112,7 +112,7 @@ def prefill(
     if capacity < tokens.shape[1]:
         raise KvjaxError(f"capacity={capacity} is less than the {tokens.shape[1]} tokens of the prompts; raise it")
     chunk = None if chunk is None else _integer("chunk", chunk)
-    replay_prompts = tuple(map(tuple, replay_prompts))
+    replay_prompts = tuple(replay_prompts[0]), tuple(replay_prompts[1])
     return _prefill.prefill(
         params, tokens, lengths, plan, Target(config), capacity, chunk=chunk, replay_prompts=replay_prompts
     )

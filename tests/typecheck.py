@@ -1,4 +1,4 @@
-"""pyright, in mode basic, on the public modules, the code blocks of the documents and calls that it has to refuse.
+"""pyright, in mode basic, on the whole package, the code blocks of the documents and calls that it has to refuse.
 
 `python -m tests.typecheck` is what `make check` runs; `tests/test_types.py` asks the same. The checker is basedpyright,
 whose package brings all that it needs; with its mode basic it reports what pyright does.
@@ -120,8 +120,8 @@ def check() -> tuple[list[Finding], set[int]]:
 
 
 def modules() -> list[Path]:
-    """The modules that are checked."""
-    return [ROOT / path for path in _settings()["include"]]
+    """The modules that are checked, all of the folders that pyproject.toml includes."""
+    return sorted(path for folder in _settings()["include"] for path in (ROOT / folder).rglob("*.py"))
 
 
 def _settings() -> dict[str, Any]:
@@ -129,9 +129,9 @@ def _settings() -> dict[str, Any]:
 
 
 def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
-    """What the checker says of the modules that pyproject.toml includes, and of these files."""
+    """What the checker says of the folders that pyproject.toml includes, and of these files."""
     settings = _settings()
-    paths = modules() + files
+    paths = [ROOT / folder for folder in settings["include"]] + files
     settings["include"] = [os.path.relpath(path, work) for path in paths]
     settings["extraPaths"] = [str(ROOT)]
     (work / "pyrightconfig.json").write_text(json.dumps(settings))
@@ -139,7 +139,7 @@ def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # others: it could not run
     report = json.loads(done.stdout)
-    assert report["summary"]["filesAnalyzed"] >= len(paths), report["summary"]
+    assert report["summary"]["filesAnalyzed"] >= len(modules()) + len(files), report["summary"]
     return report["generalDiagnostics"]
 
 

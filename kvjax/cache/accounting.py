@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import Cache
+from kvjax.cache.protocol import BoundLayer, Cache, SizedLayer
 from kvjax.core import memory
 
 KINDS = ("device", "pinned_host")
@@ -99,8 +99,8 @@ def state_bytes(cache: Cache) -> CacheBytes:
     total, empty = array_bytes(cache), array_bytes(())
     for layer, state in zip(cache.plan, cache.layers, strict=True):
         # A layer that is no `kvjax.Method` need not tell: all its arrays then count as held.
-        if tell := getattr(layer, "empty_bytes", None):
-            for kind, size in tell(state, cache.dtype).items():
+        if isinstance(layer, SizedLayer):
+            for kind, size in layer.empty_bytes(state, cache.dtype).items():
                 empty[kind] += size
     held = {kind: total[kind] - empty[kind] for kind in KINDS}
     full = full_bytes(cache.config, np.asarray(cache.length).tolist(), cache.dtype)
@@ -117,7 +117,7 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the cache holds."""
     cache.check_whole()
 
-    def of_layer(layer: Any, state: Any) -> list[list[np.ndarray]]:
+    def of_layer(layer: BoundLayer, state: Any) -> list[list[np.ndarray]]:
         pos = np.asarray(layer.positions(state))
         pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kv_heads, pos.shape[2]))
         return [[np.sort(head[head >= 0]) for head in row] for row in pos]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvjax.core.types import IncompatibleMethod
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 _WHY_NONE_LEAVES = {
     "k": "its tokens, or its heads, are held together",
@@ -13,7 +16,7 @@ _WHY_NONE_LEAVES = {
 }
 
 
-def check_components(layer: Any) -> None:
+def check_components(layer: MethodLayer) -> None:
     """Raises IncompatibleMethod for slots of a bound method that cannot; the message names them, and what to do."""
     m = layer.method
     for name in ("second_stage", "representatives", "merge", "layer_budgets"):

@@ -21,6 +21,7 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
             raise IncompatibleMethod(
                 f"{x} is no kvjax.Method, so {_called(y)} finds no slot of it to fill; leave one of them out"
             )
+    assert isinstance(a, Method) and isinstance(b, Method)
     default = Method()
     merged: dict[str, Any] = {}
     for field in dataclasses.fields(Method):
@@ -52,5 +53,5 @@ def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> SlotTaken:
     )
 
 
-def _called(method: Any) -> str:
-    return getattr(method, "recipe", "") or str(method)
+def _called(method: KVMethod) -> str:
+    return method.recipe if isinstance(method, Method) and method.recipe else str(method)

@@ -93,6 +93,7 @@ class Method:
                 f"0..{spec.num_layers}"
             )
         given = dataclasses.replace(self, device_layers=0, recipe="")
+        assert spec.index is not None
         if spec.index < self.device_layers:
             given = dataclasses.replace(given, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         here = bind_fields(given, spec)

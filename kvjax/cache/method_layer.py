@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.cache import compatibility
 from kvjax.cache.decode.policy import first_empty
 from kvjax.cache.hold.codecs import Codec
-from kvjax.cache.protocol import LayerSpec, LayerState, Needs
+from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.units import gather
 from kvjax.cache.states import StateOperations
@@ -25,6 +25,7 @@ from kvjax.core.types import Array, KVBlock, KvjaxError, Partial
 
 if TYPE_CHECKING:
     from kvjax.cache.method import Method
+    from kvjax.cache.side_store import SideStore
 
 
 _OF_PROMPTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
@@ -86,7 +87,7 @@ class MethodLayer(StateOperations):
             0 if m.decode is None else m.decode.num_queries,
         ]
         asked += [x.num_queries for x in (m.k, m.v, m.read, m.side_store, m.layer_budgets) if x is not None]
-        queries = None if None in asked else max(asked)
+        queries = None if None in asked else max(n for n in asked if n is not None)
         chunk = 0 if m.select else m.read.prompt_chunk
         output = m.select is not None and (
             m.select.scorer.needs_output or (m.second_stage is not None and m.second_stage.needs_output)
@@ -147,7 +148,7 @@ class MethodLayer(StateOperations):
 
     def positions(self, state: LayerState) -> Array:
         """i32[B 1|K S], of the tokens held."""
-        if state.side_store is None:
+        if self.method.side_store is None:
             return state.pos
         here, there = state.pos, self.method.side_store.positions(state.side_store)
         heads = max(here.shape[1], there.shape[1])
@@ -155,27 +156,37 @@ class MethodLayer(StateOperations):
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Any:
         """See `BudgetedLayer`."""
+        assert self.method.layer_budgets is not None
         return self.method.layer_budgets.measure(self, block, observation)
 
     def divide_budget(self, measures: Any, lengths: Array) -> Array:
         """See `BudgetedLayer`."""
+        assert self.method.layer_budgets is not None
         return self.method.layer_budgets.allocate_tokens(self, measures, lengths)
 
     def slots_for(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self.method.side_store.slots_for(tokens) if self.method.layer_budgets.by_head else int(tokens.max())
+        store = self._store_by_head
+        return int(tokens.max()) if store is None else store.slots_for(tokens)
 
     def with_room_for(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
-        if not self.method.layer_budgets.by_head:
+        store = self._store_by_head
+        if store is None:
             return self  # the number of its slots says it
-        pages = dataclasses.replace(self.method.side_store, slots_per_head=slots)
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, side_store=pages))
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, side_store=store.with_room_for(slots)))
+
+    @property
+    def _store_by_head(self) -> SideStore | None:
+        """The store of heads of unequal length, where layers divide their budget among heads too."""
+        m = self.method
+        return m.side_store if m.layer_budgets is not None and m.layer_budgets.by_head else None
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
     ) -> Array:
         """f32[B K T]: see `ReplayedLayer`."""
+        assert self.method.select is not None
         return self.method.select.scorer.update_scores(block, start, observation, new, before, self.spec)
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
@@ -212,6 +223,7 @@ class MethodLayer(StateOperations):
         share: of the places of all heads; a head may then have more tokens than `num_slots`.
         """
         m = self.method
+        assert m.select is not None
         keep = m.select.counts(block, observation, slots)
         choice = m.select.choose(block, observation, keep, slots, self.spec, m.representatives, share, m.second_stage)
         kept = gather(block, choice.slots)
@@ -245,25 +257,23 @@ class MethodLayer(StateOperations):
         # A policy takes one token a step, beside a guess only if the reader is made for that.
         return commit > 1 or not m.read.draft_tokens
 
-    def extend(
-        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None
-    ) -> tuple[Array, LayerState, Any]:
+    def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
         """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
 
         A chunk of T tokens gives what T single steps give, of a method that guesses ahead what its loop gives: a call
         does not know the guess that an earlier one would have gone on with.
         """
-        if not self.needs.paired_layer:
+        if not self.needs.paired_layer or self.method.side_store is None:
             return self._in_steps(self._at_once, state, q, new, commit, cross_layer)
         # What a pair of layers shares is that of all tokens of the call, however many are taken at a time.
         store, cross_layer = self.method.side_store.open_pair(self, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
         out, after, _ = self._in_steps(self._at_once, opened, q, new, commit, None)
-        return out, dataclasses.replace(after, side_store=state.side_store), cross_layer
+        return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
 
     def _in_steps(
         self, at_once: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         """`at_once`, with as many tokens at a time as the slots take."""
         m, T = self.method, q.shape[3]
         if self._takes_singly(T, commit):
@@ -285,7 +295,7 @@ class MethodLayer(StateOperations):
         commit: int,
         cross_layer: Any,
         other_partial: Partial | None = None,
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         """`extend` of tokens that the slots take in one call."""
         m, T, q_pos = self.method, q.shape[3], new.pos[:, 0]
         if m.decode:
@@ -305,10 +315,10 @@ class MethodLayer(StateOperations):
                 parts.append(m.side_store.read(self, state, q, q_pos))
         state = dataclasses.replace(state, reader_state=found.reader_state)
         if m.decode and commit:
-            weights = found.weights[:, :, :, 0] if m.decode.needs_weights else None
+            weights = found.weights[:, :, :, 0] if m.decode.needs_weights and found.weights is not None else None
             pos, policy_state = m.decode.after_token(self, state, weights, q_pos[:, :1])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
-        return merge(parts + others), state, found.cross_layer
+        return StepResult(merge(parts + others), state, found.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
         """The state with fresh tokens: behind the last slot in use, or under a policy one in any empty slot."""

@@ -1,58 +1,74 @@
-"""The contract between the decoder and a KV-cache method: everything that one may ask of the other stands here.
+"""The interface between the decoder and a KV-cache method, on one page.
 
-A method is bound to each layer of a model. The bound layer turns a prompt's keys and values into a state, and attends
-fresh tokens to that state. The decoder knows nothing else of it, and a method knows of the model what `LayerSpec` says.
+A `KVMethod` is bound to each layer of a model and gives a `BoundLayer`. The bound layer turns a prompt's keys and
+values into a state, and attends new tokens to that state. The decoder knows nothing else about a method; a method sees
+only a `LayerSpec` of the model.
 
-On a mesh of devices each of them runs `prefill`, `extend` and `measure` of a layer on its own rows and heads: B and K
-are then its own, and what concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. Which part of a
-state or a carry belongs to which device is told by the shapes of its arrays alone: axis 0 is B, or 1 for what all rows
-share; of three axes or more, axis 1 is K, or 1 for what all heads share. What is shared must be equal on all devices,
-and so must a number without axes.
+Axis letters, here and everywhere: B sequences, T new tokens, S slots, K key/value heads, G query heads per key/value
+head, H head width, D model width, Q observed queries, L layers, C positions of a text.
+
+On a mesh, `prefill`, `extend` and `measure` run inside `shard_map`: B and K are then the device's own, and what
+concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. How a state or a `cross_layer` value is split
+is read off its shapes: axis 0 is B (or 1 where all sequences share it), axis 1 of three or more is K (or 1 where all
+heads share it). What is shared must be equal on all devices, and so must a number without axes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock, KvjaxError, TracedCall, pytree
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, TracedCall, pytree
+
+State = TypeVar("State")  # any pytree; returned, never assigned to
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a model, as far as methods may know it.
+    """One layer of a model, as far as a method may know it.
 
-    num_kv_heads counts all heads of the layer; on several devices the arrays that a method sees hold only some of them.
+    Attributes:
+      index: position in the model, 0 for the first layer. Only `KVMethod.bind` is told it; a bound layer keeps
+        `without_index`, so that it equals its likes and shares their compiled programs.
+      num_layers: layers of the model.
+      num_kv_heads: key/value heads of the layer, on all devices together.
+      num_groups: query heads per key/value head.
+      head_dim: width of a head.
+      window: the layer's sliding window in tokens, itself included; None for full attention.
+      rope: the model's rotary embedding.
     """
 
-    index: int | None  # 0 for the first layer; only told while a method is bound: what a bound layer keeps has None
-    num_layers: int  # L
-    num_kv_heads: int  # K
-    num_groups: int  # G, query heads per key/value head
-    head_dim: int  # H
-    window: int | None  # the layer's sliding window: so many last positions, itself included, are visible
+    index: int | None
+    num_layers: int
+    num_kv_heads: int
+    num_groups: int
+    head_dim: int
+    window: int | None
     rope: Rope
 
     @property
     def without_index(self) -> LayerSpec:
-        """The spec that a bound layer keeps: layers that differ in their place alone are then equal values."""
+        """The spec that a bound layer keeps: layers that differ only in their index are then equal."""
         return dataclasses.replace(self, index=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A second pass over a prompt: what the model does when it repeats it, piece by piece (KVzip, 2505.23416).
+    """A second pass over the prompt in which the model repeats it chunk by chunk (KVzip, arXiv 2505.23416).
 
-    Each piece of `chunk_tokens` tokens is run once more behind the whole prompt, after the `lead_tokens` tokens before
-    it and a text that tells the model what to do: `first` for the first piece, `later` for the others. A model without
-    a tokenizer reads no text.
+    Attributes:
+      chunk_tokens: tokens of the prompt that one repetition copies.
+      lead_tokens: tokens before the chunk that are copied too.
+      first: instruction before the first chunk; unused without a tokenizer.
+      later: instruction before every later chunk.
     """
 
     chunk_tokens: int
@@ -63,39 +79,36 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a bound method asks of the decoder, beside keys, values and queries of fresh tokens.
+    """What a bound layer asks of the decoder beside keys, values and queries of new tokens.
 
-    observed_queries: how many of a row's last prompt queries `BoundLayer.prefill` wants to see; None: all of them.
-    prompt_chunk: above 0, the prompt's own attention goes through the method: it is fed to `BoundLayer.extend`, so many
-    tokens at a time, from the state that `BoundLayer.prefill` makes of a block without slots.
-    draft_tokens: tokens that each decode step carries beside the true one, a guess of what follows (SpeCache).
-    global_budget: how many tokens a layer keeps is known only when all layers have seen the prompt; see
-    `BudgetedLayer`.
-    prompt_pattern: what the prompt's own queries read; None: every token before them.
-    output_projection, hidden_states: `BoundLayer.prefill` wants to see the layer's output projection, or the hidden
-    states of the prompt.
-    replay: the prompt is run a second time for `ReplayedLayer.update_scores`, and `BoundLayer.prefill` sees what that
-    found.
-    paired_layer: +1 or -1 where `BoundLayer.prefill` wants to see the prompt's keys and values in the layer above or
-    below.
-    unbounded_length: no query meets a token at a larger distance than the method allows, however long the text is, so
-    that it may go on beyond the positions that the model was made for.
+    Attributes:
+      observed_queries: how many of a prompt's last queries `prefill` observes; None for all.
+      hidden_states: `prefill` observes the hidden states that keys and values were projected from.
+      output_projection: `prefill` observes the layer's output projection.
+      replay: the prompt is run a second time for `ReplayedLayer.update_scores`, and `prefill` observes the scores.
+      paired_layer: +1 or -1: `prefill` observes the keys and values of the layer above or below (MiniCache).
+      global_budget: tokens kept per layer are known when all layers have seen the prompt; see `BudgetedLayer`.
+      prompt_chunk: above 0, the prompt itself is read through `extend`, this many tokens at a time, from the state that
+        `prefill` makes of an empty block (InfLLM).
+      prompt_pattern: sparse attention of the prompt's own queries; None for causal attention.
+      draft_tokens: draft tokens that each decode step carries beside the true one (SpeCache: 1).
+      unbounded_length: relative positions stay within the trained range at any length (StreamingLLM).
     """
 
     observed_queries: int | None = 0
-    prompt_chunk: int = 0
-    draft_tokens: int = 0
-    global_budget: bool = False
-    prompt_pattern: AttentionPattern | None = None
-    output_projection: bool = False
     hidden_states: bool = False
+    output_projection: bool = False
     replay: Replay | None = None
     paired_layer: int = 0
+    global_budget: bool = False
+    prompt_chunk: int = 0
+    prompt_pattern: AttentionPattern | None = None
+    draft_tokens: int = 0
     unbounded_length: bool = False
 
     @property
     def observes(self) -> bool:
-        """Whether `BoundLayer.prefill` wants to see anything beside keys and values."""
+        """Whether `BoundLayer.prefill` is given an observation."""
         return (
             self.observed_queries != 0
             or self.output_projection
@@ -107,55 +120,99 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What reports may say of a method without running it."""
+    """What reports may say of a method without running it.
 
-    evicts: bool = False  # some tokens are lost for good
-    exact: bool = False  # attention is that of the full cache
-    constant: bool = False  # the state's size does not grow with the text
-    host: bool = False  # something lives in host memory
-    after_prompt: bool = False  # what stays is decided when the prompt ends, before later questions are known
+    Attributes:
+      evicts: some tokens are lost for good.
+      exact: attention is that of the full cache.
+      constant: the state's size does not grow with the text.
+      host: something lives in host memory.
+      after_prompt: what stays is decided when the prompt ends, before later questions are known.
+    """
+
+    evicts: bool = False
+    exact: bool = False
+    constant: bool = False
+    host: bool = False
+    after_prompt: bool = False
 
 
-class BoundLayer(Protocol):
-    """A method bound to one layer: frozen and hashable. Its state is any pytree, returned and never assigned to."""
+class StepResult(NamedTuple):
+    """What `BoundLayer.extend` returns."""
+
+    out: Array  # f32[B K G T H], attention output
+    state: Any  # the layer's new state
+    cross_layer: Any  # value for the layer above within this step; None from most methods
+
+
+class BoundLayer(Protocol[State]):
+    """A method bound to one layer: frozen, hashable, equal to a layer that does the same."""
 
     @property
     def needs(self) -> Needs:
-        """What it asks of the decoder; a field will do."""
+        """What the layer asks of the decoder; a field will do."""
         ...
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        """Slots for a row whose prompt has so many tokens, with room for so many more."""
+        """Slots that a prompt of this length takes, with room for `headroom_tokens` more."""
         ...
 
-    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
-        """The state after a prompt: block [B K T H], rows left-aligned, of which `num_slots` slots have to be held."""
-        ...
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> State:
+        """Compresses a prompt.
 
-    def extend(self, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> tuple[Array, Any, Any]:
-        """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
-
-        q [B K G T H]; new [B K T H] with pos i32[B 1 T], -1 for padding on the right. cross_layer: what the layer below
-        hands up within this step, None in the first layer; arrays [B K T ...], each query its own, or [B K S ...]
-        from a layer to the one that it is a pair with, which hands nothing up. Returns (out f32[B K G T H], the state,
-        the value for the layer above).
+        Args:
+          block: keys (after RoPE) and values [B K T H] and positions i32[B 1 T], -1 for padding on the right.
+          observation: what `needs` asked for; None if it asked for nothing.
+          num_slots: static size of the state.
         """
         ...
 
-    def positions(self, state: Any) -> Array:
-        """i32[B 1|K S]: the positions of the tokens that the state holds, -1 where there is none."""
+    def extend(self, state: State, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+        """Attends new tokens to past and new ones, and keeps the first `commit` of them.
+
+        Args:
+          state: what `prefill` or an earlier `extend` returned.
+          q: queries [B K G T H], after RoPE.
+          new: the tokens' keys and values [B K T H] and positions i32[B 1 T], -1 for padding on the right.
+          commit: static; tokens beyond it are drafts and leave no trace.
+          cross_layer: value from the layer below in this step, None in layer 0: per query [B K T ..] (TidalDecode), or
+            per slot [B K S ..] between the two layers of a pair (MiniCache).
+        """
+        ...
+
+    def positions(self, state: State) -> Array:
+        """i32[B 1|K S], the position of the token in each slot, -1 for an empty slot."""
         ...
 
 
-class BudgetedLayer(BoundLayer, Protocol):
-    """A layer with `Needs.global_budget`: the tokens that it keeps are its share of what all layers keep together."""
+@runtime_checkable
+class KVMethod(Protocol):
+    """A KV-cache method: frozen, hashable, without arrays."""
+
+    @property
+    def traits(self) -> Traits:
+        """What reports may say of the method; a field will do."""
+        ...
+
+    def bind(self, spec: LayerSpec) -> BoundLayer:
+        """Binds the method to a layer; raises KvjaxError, with the remedy, for a model that it cannot serve."""
+        ...
+
+
+# What a bound layer may offer beyond the interface. A caller asks `isinstance(layer, RewindableLayer)`, which looks at
+# the names of members, and says what is missing where it is not.
+
+
+@runtime_checkable
+class BudgetedLayer(Protocol):
+    """A layer with `Needs.global_budget` (CAKE): it keeps its part of the tokens that all layers keep together."""
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Any:
-        """What the shares are made of, from this layer's prompt: arrays [B ...]."""
+        """Arrays [B ..], what the layer's part of the budget is derived from."""
         ...
 
     def divide_budget(self, measures: Any, lengths: Array) -> Array:
-        """Measures of all layers [L B ...], lengths i32[B] of the prompts -> tokens kept, i32[L B] or i32[L B K]."""
+        """Measures of all layers [L B ..], prompt lengths i32[B] -> tokens kept, i32[L B] or i32[L B K]."""
         ...
 
     def slots_for(self, tokens: np.ndarray) -> int:
@@ -163,25 +220,29 @@ class BudgetedLayer(BoundLayer, Protocol):
         ...
 
     def with_room_for(self, slots: int) -> BoundLayer:
-        """The layer that has so many slots for what it keeps of the prompts."""
+        """The layer that has this many slots for what it keeps of the prompts."""
         ...
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
-        """Slots for so many prompt tokens that stay, with room for so many more."""
+        """Slots for `num_kept` tokens of a prompt, with room for `headroom_tokens` more."""
         ...
 
 
-class ReplayedLayer(BoundLayer, Protocol):
-    """A layer with `Needs.replay`: it looks at what the model attends to while it repeats the prompt."""
+@runtime_checkable
+class ReplayedLayer(Protocol):
+    """A layer with `Needs.replay`."""
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
     ) -> Array:
-        """What the tokens of the prompt are worth, f32[B K T], after one more piece has been repeated.
+        """Importance of the prompt's tokens f32[B K T] after one more chunk has been repeated.
 
-        block [B K T H]: the prompt. start: the piece's first position in it. observation: the queries of the
-        repetition, and what else the method asked for, of it. new: the repetition's own keys and values. before: what
-        earlier pieces gave, 0 at first.
+        Args:
+          block: the prompt [B K T H].
+          start: the chunk's first position in it.
+          observation: the repetition's queries, and what else the layer needs, of it.
+          new: the repetition's own keys and values.
+          before: the scores after earlier chunks, 0 at first.
         """
         ...
 
@@ -196,19 +257,100 @@ class PromptFreeLayer(Protocol):
         ...
 
 
-class KVMethod(Protocol):
-    """A KV-cache method: frozen and hashable, without arrays."""
+@runtime_checkable
+class RewindableLayer(Protocol[State]):
+    """A layer that can take back its last tokens exactly."""
 
-    @property
-    def traits(self) -> Traits:
-        """What reports may say of it; a field will do."""
+    def max_rollback(self, state: State) -> Array:
+        """i32[B], how many of each sequence's last tokens can be taken back; raises IncompatibleMethod if none ever."""
         ...
 
-    def bind(self, spec: LayerSpec) -> BoundLayer:
-        """The method in one layer; raises KvjaxError for a model that it cannot serve.
+    def crop(self, state: State, count: Array) -> State:
+        """The state without the last count i32[B] tokens of each sequence, at most `max_rollback`."""
+        ...
 
-        Layers that are equal values share compiled programs, so that the layer should keep `spec.without_index`, and
-        beside it what follows from the index.
+
+@runtime_checkable
+class EditableLayer(RewindableLayer[State], Protocol[State]):
+    """A layer whose tokens can be taken out and put in again."""
+
+    def held(self, state: State) -> KVBlock:
+        """What the slots hold: keys with the rotation of their positions, and values."""
+        ...
+
+    def appended(self, state: State, block: KVBlock) -> State:
+        """The state with tokens [B K T H] after the last one, which nothing attends to as they come."""
+        ...
+
+
+@runtime_checkable
+class ShareableLayer(BoundLayer[State], Protocol[State]):
+    """A layer whose state other sequences' queries can read, and that can read beside such a state (Hydragen)."""
+
+    @property
+    def spec(self) -> LayerSpec:
+        """The layer of the model, without its index; a field will do."""
+        ...
+
+    def partial(self, state: State, q: Array, q_pos: Array) -> Partial:
+        """Attends queries [B K G T H] at q_pos i32[B T] to a state without adding to it."""
+        ...
+
+    def extend_with_prefix(
+        self, state: State, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+    ) -> StepResult:
+        """`extend`, where the queries attend to other tokens too, whose attention is `other_partial`."""
+        ...
+
+    def check_shared(self) -> None:
+        """Raises IncompatibleMethod unless `partial` can be asked for."""
+        ...
+
+    def check_with_prefix(self) -> None:
+        """Raises IncompatibleMethod unless `extend_with_prefix` can be asked for."""
+        ...
+
+
+@runtime_checkable
+class BatchedLayer(Protocol[State]):
+    """A layer whose state is not sequences along axis 0 alone, because some of them share a part of it."""
+
+    def rows(self, state: State, which: Array | np.ndarray) -> State:
+        """The sequences which i32[n] of a state, each as often as it is named."""
+        ...
+
+    def joined(self, states: list[State]) -> State:
+        """The sequences of several states as one state; raises ValueError where shapes differ."""
+        ...
+
+
+@runtime_checkable
+class SizedLayer(Protocol[State]):
+    """A layer that tells which of its bytes no token fills; see `kvjax.cache.accounting`."""
+
+    def empty_bytes(self, state: State, dtype: str) -> dict[str, int]:
+        """Bytes of a state's slots that hold no token, by memory kind, under a model in this dtype."""
+        ...
+
+
+@runtime_checkable
+class PlannableLayer(Protocol[State]):
+    """A layer that tells the same of a state that exists only as shapes; see `kvjax.planned_bytes`."""
+
+    def planned_empty_bytes(self, state: State, prompt: int, dtype: str) -> dict[str, int]:
+        """`SizedLayer.empty_bytes` of an abstract state, after prompts of `prompt` tokens."""
+        ...
+
+
+@runtime_checkable
+class InspectableLayer(Protocol[State]):
+    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.token_status`."""
+
+    def reconstruction_error(self, state: State, exact: KVBlock) -> tuple[Array, Array]:
+        """Relative errors of keys and of values f32[B K S], in the slots of `positions`; NaN where unknown.
+
+        exact [B K C H]: all tokens, each at its position. The result does not depend on the layer's index, so that
+        equal layers may share a program.
         """
         ...
 
@@ -251,7 +393,7 @@ class Cache:
 
     def check_whole(self) -> None:
         """Raises KvjaxError where its arrays have been given away."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(self)):
             raise TracedCall(
                 "this cache is traced by a JAX transformation, and what kvjax's convenient calls check and measure are "
                 "values: use kvjax.functional (prefill, extend, decode) inside jit, grad, vmap and scan"

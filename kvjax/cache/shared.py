@@ -14,9 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, Needs, Traits
+from kvjax.cache.protocol import (
+    EditableLayer,
+    KVMethod,
+    LayerSpec,
+    Needs,
+    ShareableLayer,
+    SizedLayer,
+    StepResult,
+    Traits,
+)
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.states import as_one, as_rows
+from kvjax.cache.states import as_one, as_rows, missing
 from kvjax.core import memory
 from kvjax.core.attention import NEG, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
@@ -41,8 +50,8 @@ class Shared:
     prefix, which changes no product of theirs; and what a policy weighs are a row's own tokens among themselves.
     """
 
-    prefix: BoundLayer
-    own: BoundLayer
+    prefix: ShareableLayer
+    own: ShareableLayer
 
     @property
     def spec(self) -> LayerSpec:
@@ -55,7 +64,7 @@ class Shared:
         return self.own.needs
 
     @property
-    def parts(self) -> tuple[BoundLayer, BoundLayer]:
+    def parts(self) -> tuple[ShareableLayer, ShareableLayer]:
         """The layers whose states come first in its own, in this order."""
         return self.prefix, self.own
 
@@ -87,16 +96,14 @@ class Shared:
         out = merge([part, by_query_blocks(attend, q, q_pos, 128)])
         return out, SharedState(prefix, self.own.prefill(block, observation, slots), before, members)
 
-    def extend(
-        self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any
-    ) -> tuple[Array, Any, Any]:
+    def extend(self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`; fresh tokens become the rows' own."""
         return self._extended(state, q, new, commit, cross_layer)
 
     def extend_with_prefix(
         self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> tuple[Array, Any, Any]:
-        """`Shareable.extend_with_prefix`."""
+    ) -> StepResult:
+        """`ShareableLayer.extend_with_prefix`."""
         return self._extended(state, q, new, commit, cross_layer, other_partial)
 
     def _extended(
@@ -107,16 +114,16 @@ class Shared:
         commit: int,
         cross_layer: Any,
         other_partial: Partial | None = None,
-    ) -> tuple[Array, Any, Any]:
+    ) -> StepResult:
         with jax.named_scope("shared"):
             part = self._of_prefix(state.prefix, state.members, q, new.pos[:, 0])
         part = part if other_partial is None else combine(other_partial, part)
         new = dataclasses.replace(new, pos=moved(new.pos, -state.before))
         out, own, cross_layer = self.own.extend_with_prefix(state.own, q, new, commit, cross_layer, part)
-        return out, dataclasses.replace(state, own=own), cross_layer
+        return StepResult(out, dataclasses.replace(state, own=own), cross_layer)
 
     def partial(self, state: SharedState, q: Array, q_pos: Array) -> Partial:
-        """`Shareable.partial`: a prefix that shares a prefix."""
+        """`ShareableLayer.partial`: a prefix that shares a prefix."""
         part = self._of_prefix(state.prefix, state.members, q, q_pos)
         return combine(part, self.own.partial(state.own, q, moved(q_pos, -state.before)))
 
@@ -137,15 +144,15 @@ class Shared:
         return jnp.concatenate([jnp.broadcast_to(x, (B, heads, x.shape[2])) for x in (shared, mine)], 2)
 
     def empty_bytes(self, state: SharedState, dtype: str) -> dict[str, int]:
-        """`Sized.empty_bytes`: of the prefixes, and behind them."""
+        """`SizedLayer.empty_bytes`: of the prefixes, and behind them."""
         total = {"device": 0, "pinned_host": 0}
         for layer, held in ((self.prefix, state.prefix), (self.own, state.own)):
-            if hasattr(layer, "empty_bytes"):
+            if isinstance(layer, SizedLayer):
                 empty = layer.empty_bytes(held, dtype)
                 total = {kind: size + empty[kind] for kind, size in total.items()}
         return total
 
-    def rows(self, state: SharedState, which: Array) -> SharedState:
+    def rows(self, state: SharedState, which: Array | np.ndarray) -> SharedState:
         """Rows of their own; the prefixes stay, held once."""
         members = state.members
         if members is not None:
@@ -166,19 +173,19 @@ class Shared:
 
     def max_rollback(self, state: SharedState) -> Array:
         """i32[B]: of the rows' own tokens."""
-        return self.own.max_rollback(state.own)
+        return self._editable.max_rollback(state.own)
 
     def crop(self, state: SharedState, count: Array) -> SharedState:
-        """`Croppable.crop`, of the rows' own tokens."""
-        return dataclasses.replace(state, own=self.own.crop(state.own, count))
+        """`RewindableLayer.crop`, of the rows' own tokens."""
+        return dataclasses.replace(state, own=self._editable.crop(state.own, count))
 
     def held(self, state: SharedState) -> KVBlock:
-        """`Editable.held`, of the rows' own tokens."""
-        return self.own.held(state.own)
+        """`EditableLayer.held`, of the rows' own tokens."""
+        return self._editable.held(state.own)
 
     def appended(self, state: SharedState, block: KVBlock) -> SharedState:
-        """`Editable.appended`."""
-        return dataclasses.replace(state, own=self.own.appended(state.own, block))
+        """`EditableLayer.appended`."""
+        return dataclasses.replace(state, own=self._editable.appended(state.own, block))
 
     def check_shared(self) -> None:
         """Raises IncompatibleMethod unless all its parts can be read by queries of other rows."""
@@ -187,6 +194,12 @@ class Shared:
     def check_with_prefix(self) -> None:
         """Raises IncompatibleMethod unless the rows' own method can work behind a prefix."""
         self.own.check_with_prefix()
+
+    @property
+    def _editable(self) -> EditableLayer:
+        if not isinstance(self.own, EditableLayer):
+            raise missing(self.own, "give back tokens")
+        return self.own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,12 +224,11 @@ class Behind:
     def bind(self, spec: LayerSpec) -> Shared:
         """Both in one layer; raises IncompatibleMethod where a prefix or what is behind it cannot be held so."""
         prefix, own = self.prefix.bind(spec), self.own.bind(spec)
-        for layer, member in ((prefix, "check_shared"), (own, "check_with_prefix")):
-            check = getattr(layer, member, None)
-            if check is None:
-                name = type(layer).__name__
-                raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
-            check()
+        if not isinstance(prefix, ShareableLayer) or not isinstance(own, ShareableLayer):
+            name = type(own if isinstance(prefix, ShareableLayer) else prefix).__name__
+            raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
+        prefix.check_shared()
+        own.check_with_prefix()
         return Shared(prefix, own)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class SideStore:
@@ -40,15 +45,25 @@ class SideStore:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
         raise NotImplementedError
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Any]:
+    def slots_for(self, tokens: np.ndarray) -> int:
+        """Slots of each head in the mean for the tokens i32[B K] that heads keep; of a store with `by_head`."""
+        raise NotImplementedError
+
+    def with_room_for(self, slots: int) -> SideStore:
+        """The store that has this many slots of each head in the mean; of a store with `by_head`."""
+        raise NotImplementedError
+
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Any]:
         """A prompt's block -> (what goes into the slots, the store of the others)."""
         raise NotImplementedError
 
-    def open_pair(self, layer: Any, store: Any, cross_layer: Any) -> tuple[Any, Any]:
+    def open_pair(self, layer: MethodLayer, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """The store of a layer of a pair as `read` takes it in this step, and the value for the layer above."""
         raise NotImplementedError
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Queries q [B K G T H] at q_pos i32[B T] over the store `state.side_store`."""
         raise NotImplementedError
 
@@ -56,7 +71,7 @@ class SideStore:
         """i32[B 1|K S], of the tokens in the store."""
         raise NotImplementedError
 
-    def visible_block(self, layer: Any, store: Any) -> KVBlock | None:
+    def visible_block(self, layer: MethodLayer, store: Any) -> KVBlock | None:
         """What queries read of these tokens, keys rotated, in the places of `positions`; None where it is not told."""
         return None
 
@@ -68,7 +83,7 @@ class SideStore:
         """The same of an abstract store, for prompts of `prompt` tokens that keep `kept`, those in slots included."""
         return {"device": 0, "pinned_host": 0}
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with.
 
         The base: for a policy, which would have to reach what is held apart, and for prompts that come in pieces.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,16 @@ from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
+
 MOST_KNOWN = 65_536
 """Results that are remembered: every length of a text that grows is one for each distinct layer."""
 
 _KNOWN: dict[Any, dict[str, int]] = {}
 
 
-def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
+def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
     """Bytes of what codecs and reader of a `MethodLayer` keep of one sequence with so many slots.
 
     Args:
@@ -40,12 +43,15 @@ def slot_bytes(layer: Any, slots: int, dtype: str, filled: bool = False) -> dict
         return layer.k.filled(k, slots), layer.v.filled(v, slots), layer.method.read.filled(reader_state, slots)
 
     def trace() -> Any:
+        def array(*shape: int, of: Any = dtype) -> Any:  # abstract, where its users say Array
+            return jax.ShapeDtypeStruct((1, *shape), of)
+
         spec, wanted = layer.spec, layer.needs.observed_queries
         asked = slots if wanted is None else wanted
-        rows = jax.ShapeDtypeStruct((1, spec.num_kv_heads, slots, spec.head_dim), dtype)
-        q = jax.ShapeDtypeStruct((1, spec.num_kv_heads, spec.num_groups, asked, spec.head_dim), dtype)
-        block = KVBlock(rows, rows, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
-        return jax.make_jaxpr(keep)(block, Observation(q, jax.ShapeDtypeStruct((1, asked), jnp.int32)))
+        rows = array(spec.num_kv_heads, slots, spec.head_dim)
+        q = array(spec.num_kv_heads, spec.num_groups, asked, spec.head_dim)
+        block = KVBlock(rows, rows, array(1, slots, of=jnp.int32))
+        return jax.make_jaxpr(keep)(block, Observation(q, array(asked, of=jnp.int32)))
 
     return remembered((layer, slots, dtype, filled), trace)
 

@@ -49,7 +49,7 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(value):
             if field.compare:
                 yield from _parts(f"{where}.{field.name}", getattr(value, field.name, None))
-    if type(value) is tuple:
+    if isinstance(value, tuple) and type(value) is tuple:
         for i, x in enumerate(value):
             yield from _parts(f"{where}[{i}]", x)
     yield where, value

@@ -1,20 +1,19 @@
-"""What can be done with a state as a whole: what a layer may offer beside the contract, and what `kvjax.Method` does.
+"""What a layer of `kvjax.Method` does with a state as a whole: the optional abilities of `kvjax.cache.protocol`.
 
-None of it is asked of a method: where a layer lacks a member, the operations of `kvjax.generation.states` say so. Rows
-need no member at all, since every array of a state has B first.
+Taking sequences out of a state, or joining them, needs no ability: every array of a state has B first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, LayerState
+from kvjax.cache.protocol import BatchedLayer, BoundLayer, LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.read.full import Full
 from kvjax.cache.select.units import gather
 from kvjax.cache.slot_bytes import bytes_beyond, slot_bytes
@@ -23,74 +22,40 @@ from kvjax.core import memory
 from kvjax.core.attention import combine
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
 
+if TYPE_CHECKING:
+    from kvjax.cache.hold.codecs import Codec
+    from kvjax.cache.method import Method
+    from kvjax.cache.method_layer import MethodLayer
+
 KEEP = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
 
 
-class Croppable(BoundLayer, Protocol):
-    """A layer that can take back its last tokens."""
-
-    def max_rollback(self, state: Any) -> Array:
-        """i32[B]: how many of each row's last tokens can be taken back exactly; raises IncompatibleMethod if none."""
-
-    def crop(self, state: Any, count: Array) -> Any:
-        """The state without the last count i32[B] tokens of each row, which are no more than `max_rollback`."""
-
-
-class Editable(Croppable, Protocol):
-    """A layer whose tokens can be taken out and put in again."""
-
-    def held(self, state: Any) -> KVBlock:
-        """What the slots hold: keys with the rotation of their positions, and values."""
-
-    def appended(self, state: Any, block: KVBlock) -> Any:
-        """The state with tokens [B K T H] behind the last one, which nothing attends to as they come."""
-
-
-class Shareable(BoundLayer, Protocol):
-    """A layer whose state can be read by queries of other rows, and that can read beside such a state."""
-
-    def partial(self, state: Any, q: Array, q_pos: Array) -> Partial:
-        """Queries q [B K G T H] at q_pos i32[B T] over a state to which nothing is added."""
-
-    def extend_with_prefix(
-        self, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> tuple[Array, Any, Any]:
-        """`BoundLayer.extend`, where the queries attend to other tokens too, which `other_partial` has."""
-
-    def check_shared(self) -> None:
-        """Raises IncompatibleMethod unless `partial` can be asked for."""
-
-    def check_with_prefix(self) -> None:
-        """Raises IncompatibleMethod unless `extend_with_prefix` can be asked for."""
-
-
-class Telling(BoundLayer, Protocol):
-    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.token_status`."""
-
-    def reconstruction_error(self, state: Any, exact: KVBlock) -> tuple[Array, Array]:
-        """Of keys and of values f32[B K S], in the places of `positions`: how far what is read is from what came.
-
-        exact [B K C H]: all tokens, each at its position. NaN where it cannot be told. It does not go by the place of
-        the layer among the others, so that layers that are alike may share a program.
-        """
-
-
-class Sized(BoundLayer, Protocol):
-    """A layer that tells which of its bytes no token fills; see `kvjax.cache.accounting`."""
-
-    def empty_bytes(self, state: Any, dtype: str) -> dict[str, int]:
-        """Bytes of a state's slots that hold no token, by memory kind, under a model in this dtype."""
-
-
 class StateOperations:
-    """What a `MethodLayer` offers: all of the protocols above, where its slots allow it."""
+    """What a `MethodLayer` offers: the optional abilities of the protocol, where its components allow them."""
+
+    # Members of `MethodLayer`.
+    method: Method
+    spec: LayerSpec
+    needs: Needs
+    k: Codec
+    v: Codec
+    num_kept: Callable[[int], int]
+    keys: Callable[[Any, Array], Array]
+    as_held: Callable[[KVBlock], Array]
+    _append: Callable[[LayerState, KVBlock], LayerState]
+    _at_once: Callable[..., StepResult]
+    _in_steps: Callable[..., StepResult]
+
+    @property
+    def _layer(self) -> MethodLayer:
+        return cast("MethodLayer", self)
 
     def empty_bytes(self, state: LayerState, dtype: str) -> dict[str, int]:
         """Bytes of a state's slots, and of its side store, that hold no token, by memory kind."""
         # Counted by NumPy: a reduction by JAX would be compiled for every shape.
         used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
         empty = self._bytes_beyond(state, used.tolist(), dtype)
-        if state.side_store is None:
+        if self.method.side_store is None:
             return empty
         beside = self.method.side_store.empty_bytes(state.side_store)
         return {kind: size + beside[kind] for kind, size in empty.items()}
@@ -113,24 +78,26 @@ class StateOperations:
         # Positions, biases and what a policy counts have one entry for each slot. Codes and summaries need not be
         # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
         total = bytes_beyond((state.pos, state.bias, state.policy_state), slots, used)
-        every = slot_bytes(self, slots, dtype)
+        every = slot_bytes(self._layer, slots, dtype)
         for count in used:
-            filled = slot_bytes(self, count, dtype, filled=True)
+            filled = slot_bytes(self._layer, count, dtype, filled=True)
             total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
         return total
 
     def max_rollback(self, state: LayerState) -> Array:
         """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""
         self._check_append_only("give back tokens")
+        assert state.n is not None  # as without a policy
         bound = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
         return state.n - jnp.maximum(*bound)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
         """The state without the last count i32[B] tokens of each row."""
+        assert state.n is not None
         n = state.n - count
         slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
         state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
-        return dataclasses.replace(state, reader_state=self.method.read.crop(self, state))
+        return dataclasses.replace(state, reader_state=self.method.read.crop(self._layer, state))
 
     def held(self, state: LayerState) -> KVBlock:
         """Keys, rotated to their positions, and values of all slots."""
@@ -153,12 +120,14 @@ class StateOperations:
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Queries of any rows over all slots, and over what is held apart."""
-        part = self.method.read.read(self, state, q, q_pos, None, None).part
-        return combine(part, self.method.side_store.read(self, state, q, q_pos)) if self.method.side_store else part
+        part = self.method.read.read(self._layer, state, q, q_pos, None, None).part
+        return (
+            combine(part, self.method.side_store.read(self._layer, state, q, q_pos)) if self.method.side_store else part
+        )
 
     def extend_with_prefix(
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> tuple[Array, LayerState, Any]:
+    ) -> StepResult:
         """`extend`, where the queries attend to other tokens too, which `other_partial` has."""
 
         def at_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
@@ -175,10 +144,10 @@ class StateOperations:
         here = gather(exact, state.pos)
         keys = relative_error(self.k.decode(state.k), self.as_held(here))
         values = relative_error(self.v.decode(state.v), here.v)
-        if state.side_store is None:
+        if self.method.side_store is None:
             return keys, values
         there = gather(exact, self.method.side_store.positions(state.side_store))
-        read = self.method.side_store.visible_block(self, state.side_store)
+        read = self.method.side_store.visible_block(self._layer, state.side_store)
         if read is None:
             other_keys = other_values = jnp.full(there.k.shape[:3], jnp.nan)
         else:
@@ -239,19 +208,22 @@ def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
     return memory.to_host(buffer) if other.host else buffer
 
 
+def missing(layer: BoundLayer, what: str) -> IncompatibleMethod:
+    """The error for a layer without an optional ability."""
+    return IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {what}; {KEEP}")
+
+
 def as_rows(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
-    """Rows which i32[n] of a state, each as often as it is named; a layer with shared parts has a member for it."""
-    own = getattr(layer, "rows", None)
-    if own is not None:
-        return own(state, which)
+    """Rows which i32[n] of a state, each as often as it is named."""
+    if isinstance(layer, BatchedLayer):
+        return layer.rows(state, which)
     return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
 
 
 def as_one(layer: BoundLayer | None, states: list[Any]) -> Any:
     """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
-    own = getattr(layer, "joined", None)
-    if own is not None:
-        return own(states)
+    if isinstance(layer, BatchedLayer):
+        return layer.joined(states)
     return jax.tree.map(lambda *xs: memory.rearranged(_behind, *xs) if xs[0].ndim else xs[0], *states)
 
 

@@ -9,16 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.protocol import LayerState
+from kvjax.cache.protocol import LayerState, StepResult
 from kvjax.core.types import Array, KVBlock, KvjaxError
 
-Extend = Callable[[LayerState, Array, KVBlock, int, Any], tuple[Array, LayerState, Any]]
+Extend = Callable[[LayerState, Array, KVBlock, int, Any], StepResult]
 """`BoundLayer.extend`."""
 
 
-def singly(
-    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
-) -> tuple[Array, LayerState, Any]:
+def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
     """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
 
     def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
@@ -32,12 +30,12 @@ def singly(
         _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
         outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
     out, cross_layer = outs
-    return jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer)
+    return StepResult(jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer))
 
 
 def in_pieces(
     extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, size: int
-) -> tuple[Array, LayerState, Any]:
+) -> StepResult:
     """So many tokens at a time; those beyond `commit` come last, in a call of their own."""
     T, whole = q.shape[3], commit // size * size
     if T - commit > size:
@@ -67,4 +65,4 @@ def in_pieces(
             state, out = call(state, part, kept)
             outs.append(out)
     out, cross_layer = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
-    return jnp.moveaxis(out, 2, 3), state, cross_layer
+    return StepResult(jnp.moveaxis(out, 2, 3), state, cross_layer)

@@ -8,7 +8,7 @@ kvjax is made by `python -m experiments.tables.shipped`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from kvjax.cache.given import Given
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class Kind:
@@ -62,7 +65,7 @@ class Kind:
         """
         return ""
 
-    def count_layers(self, layer: Any, measures: Any, lengths: Array) -> Any:
+    def count_layers(self, layer: MethodLayer, measures: Any, lengths: Array) -> Any:
         """The statistics of texts whose layers have to be seen together: any pytree of arrays [L B K ...].
 
         Args:

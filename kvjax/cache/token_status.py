@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.protocol import BoundLayer
+from kvjax.cache.protocol import BoundLayer, InspectableLayer
 from kvjax.core import memory
 from kvjax.core.types import Array, KVBlock
 
@@ -25,20 +25,19 @@ class TokenStatus(NamedTuple):
 def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
     """What a layer's state holds, and how; exact [B K C H]: the keys and values of all tokens, each at its position.
 
-    A layer tells by `Telling.reconstruction_error`; of one without it is known which tokens it holds, and no more. What
-    a reader keeps beside the slots, such as copies of the newest tokens, is not looked at.
+    A layer tells by `InspectableLayer.reconstruction_error`; of one without it is known which tokens it holds, and no
+    more. What a reader keeps beside the slots, such as copies of the newest tokens, is not looked at.
     """
     B, K, C = exact.k.shape[:3]
     pos = layer.positions(state)
     pos = jnp.broadcast_to(pos, (B, K, pos.shape[2]))
-    errors = getattr(layer, "reconstruction_error", None)
-    if errors is None:
+    if not isinstance(layer, InspectableLayer):
         key = value = jnp.full(pos.shape, jnp.nan)
         hosts = (jnp.zeros(pos.shape, bool),) * 2
     else:
-        key, value = errors(state, exact)
+        key, value = layer.reconstruction_error(state, exact)
         # What changes when host memory is blank was read from there.
-        blank = errors(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
+        blank = layer.reconstruction_error(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
         hosts = tuple((a != b) & ~jnp.isnan(a) for a, b in zip((key, value), blank, strict=True))
 
     def by_position(x: Array) -> Array:

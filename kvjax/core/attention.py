@@ -21,9 +21,11 @@ class AttentionPattern(Protocol):
 
     def sees(self, s: Array, t: Array) -> Array:
         """Whether a query at position t reads the key at position s, bool; a query always reads its own key."""
+        ...
 
     def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
         """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
+        ...
 
 
 def scores(q: Array, k: Array) -> Array:
@@ -126,7 +128,7 @@ def causal_with_sums(
         return in_blocks(q, k, v)
 
     def one(row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        return jax.tree.map(lambda x: x[0], in_blocks(*(x[None] for x in row)))
+        return jax.tree.map(lambda x: x[0], in_blocks(row[0][None], row[1][None], row[2][None]))
 
     # Scores of all rows at once are a buffer so large that a CPU's allocator takes it from the system for every call.
     return lax.map(one, (q, k, v))

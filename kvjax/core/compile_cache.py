@@ -27,7 +27,7 @@ def use_compilation_cache(directory: Path | None = None) -> None:
     Where JAX has been given a directory already it stays, and with KVJAX_COMPILATION_CACHE=0 nothing is kept.
     """
     if directory is None:
-        if jax.config.jax_compilation_cache_dir or os.environ.get("KVJAX_COMPILATION_CACHE") == "0":
+        if jax.config.values["jax_compilation_cache_dir"] or os.environ.get("KVJAX_COMPILATION_CACHE") == "0":
             return
         directory = cache_directory()
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import AbstractValue
 from jax.experimental import compute_on as _compute_on_module
 
 from kvjax.core.gradients import refuse_gradient
@@ -47,7 +48,7 @@ def _computed(fun, where: str):
 
     where: "device_host", by the host on host operands; or "gpu_stream:1", by a GPU beside what it does otherwise.
     """
-    compute_on = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
+    compute_on: Any = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         raise KvjaxError(
             f"JAX {jax.__version__} has no function form of compute_on; install 0.10.2, or 0.11.2 and later"
@@ -84,8 +85,8 @@ def is_host(x) -> bool:
 
 def kind(x) -> str:
     """Memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
-    space = x.memory_space if isinstance(x, jax.core.AbstractValue) else jax.typeof(x).memory_space
-    return "pinned_host" if space == HOST else "device"
+    abstract: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    return "pinned_host" if abstract.memory_space == HOST else "device"
 
 
 def pack(x: Array, host: bool = False) -> Buffer:
@@ -218,7 +219,7 @@ def _words(x: Array) -> Array:
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.uint32)
 
 
-def _value(x: Array, dtype: str | type) -> Array:
+def _value(x: Array, dtype: Any) -> Array:
     """What bits or words [... W or W/2] stand for, [... W]."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
@@ -240,7 +241,7 @@ class Installed(NamedTuple):
     shared: bool  # whether both are the same memory
 
 
-def installed(devices: Iterable[jax.Device]) -> Installed:
+def installed(devices: Iterable[Any]) -> Installed:
     """What these devices and this machine have."""
     host, devices = None, list(devices)
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system tells
@@ -248,7 +249,8 @@ def installed(devices: Iterable[jax.Device]) -> Installed:
     if all(d.platform == "cpu" for d in devices):
         return Installed(host, host, True)
     each = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
-    return Installed(None if None in each else sum(each), host, False)
+    known = [n for n in each if n is not None]
+    return Installed(sum(known) if len(known) == len(each) else None, host, False)
 
 
 def require_host_memory() -> None:

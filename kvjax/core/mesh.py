@@ -60,9 +60,9 @@ def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
     """
     if not shape:
         return ""
-    shared = shape[0] == 1 != rows
-    divided = len(shape) >= 3 and shape[1] == heads
-    if (shape[0] != rows and not shared) or (len(shape) >= 3 and not divided and shape[1] != 1):
+    rank, shared = len(shape), shape[0] == 1 != rows
+    divided = rank >= 3 and shape[1] == heads
+    if (shape[0] != rows and not shared) or (rank >= 3 and not divided and shape[1] != 1):
         raise KvjaxError(
             f"an array of a layer has shape {shape}, of which a mesh cannot tell what belongs to which device: its "
             f"axes must be the batch's {rows} rows, or 1 for what all rows share, and then, where there are more than "

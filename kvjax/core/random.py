@@ -24,7 +24,7 @@ def seeded(seed: int) -> Array:
 
 def checked_seed(seed: Any) -> int:
     """A seed as an int; raises KvjaxError unless it is an integer of up to 64 bits."""
-    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**64:
         raise KvjaxError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.60}")
     return int(seed)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer
@@ -61,12 +62,13 @@ def apply_embed(
 
 def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
     """Embeds tokens i32[B T] at pos i32[B T], where padding counts as position 0: hidden [B T D], angles of RoPE."""
-    return _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+    found = _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+    return cast(tuple[Array, Angles], found)
 
 
 def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
     """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
-    return _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish)
+    return cast(Array, _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish))
 
 
 def apply_layer(
@@ -173,7 +175,7 @@ def scan_if_traced(
     In a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a program of
     its own that all rounds share, and a scan would compile the model once more as a whole.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((carry, xs))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((carry, xs))):
         return lax.scan(body, carry, xs)
     xs, ys = jax.tree.map(np.asarray, xs), []  # slices of NumPy arrays compile nothing
     for i in progress(range(len(jax.tree.leaves(xs)[0]))):

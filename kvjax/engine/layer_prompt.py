@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -58,7 +59,7 @@ def prompt_of_inputs(
 
 
 def select_queries(
-    layer: BoundLayer, q: Array, first: Array | int, lengths: Array, earlier: Array | None = None
+    layer: BoundLayer, q: Array, first: Array | int | np.int32, lengths: Array, earlier: Array | None = None
 ) -> Array:
     """Selects the queries that a layer's method observes.
 

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, last_positions
+from kvjax.cache.protocol import BoundLayer, ReplayedLayer, last_positions
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
 from kvjax.core.attention_mass import Observation
@@ -77,7 +78,7 @@ class FullPrefill(ForwardMode):
 
     def query_indices(self, call: LayerCall) -> Array | None:
         # Nothing reads the last layer's outputs but the sampler and the methods that observe queries.
-        if not call.selects_queries:
+        if not call.selects_queries or self.num_observed is None:
             return None
         return jnp.maximum(last_positions(self.lengths, self.num_observed), 0)
 
@@ -87,7 +88,7 @@ class FullPrefill(ForwardMode):
         q, k, v = inputs[:3]
         needs = call.layer.needs
         first_query, softmax_sums = 0, None
-        if call.selects_queries:
+        if call.selects_queries and self.num_observed is not None:
             block = KVBlock(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
@@ -105,7 +106,7 @@ class FullPrefill(ForwardMode):
 class ChunkedPrefill(ForwardMode):
     """Runs one chunk of a prompt; each layer holds the earlier chunks exactly, or in its method's state."""
 
-    start: Array  # i32[], position of the chunk's first token
+    start: Array | np.int32  # i32[], position of the chunk's first token
     lengths: Array  # i32[B], of whole prompts
 
     def attend(
@@ -122,7 +123,7 @@ class ChunkedPrefill(ForwardMode):
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
         out = causal(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
-        if needs.hidden_states:
+        if state.hidden is not None:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
         return out, prompt, cross_layer
 
@@ -131,7 +132,7 @@ class ChunkedPrefill(ForwardMode):
 class PromptReplay(ForwardMode):
     """Runs a copy of one chunk after the whole prompt, and updates the scores that a method takes from that (KVzip)."""
 
-    start: Array  # i32[], position of the copied chunk's first token
+    start: Array | np.int32  # i32[], position of the copied chunk's first token
     pos: Array  # i32[B T], of the copy's tokens, -1 for padding
     lengths: Array  # i32[B], of the prompts
 
@@ -146,7 +147,7 @@ class PromptReplay(ForwardMode):
         def attend_both(q: Array, query_pos: Array) -> Array:
             return merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)])
 
-        if needs.replay is not None:
+        if isinstance(call.layer, ReplayedLayer) and state.replay_scores is not None:
             observation = Observation(
                 q,
                 self.pos,

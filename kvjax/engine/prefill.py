@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from kvjax.cache.protocol import Cache, slots_of
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, slots_of
 from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
 from kvjax.core.mesh import constrain, vary
 from kvjax.core.types import Array, KVBlock, KvjaxError
@@ -124,7 +125,7 @@ def _run_whole(
     num_observed: int | None = None
     observed = [layer.needs.observed_queries for layer in plan]
     if None not in observed and tokens.shape[1] > SHORT_PROMPT_TOKENS:
-        num_observed = max(1, *observed)
+        num_observed = max(1, *(n for n in observed if n is not None))
     calls = layer_calls(plan, target.config, num_slots, num_observed is not None)
     hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
     mode = FullPrefill(lengths, capacity, num_observed)
@@ -185,7 +186,7 @@ def _run_chunks(
     calls = layer_calls(plan, target.config, num_slots)
     states = tuple(empty_prompt(batch=B, width=T, dtype=dtype, call=call, target=target) for call in calls)
 
-    def run_chunk(carry: tuple[Any, Array], xs: tuple[Array, Array]) -> tuple[Any, None]:
+    def run_chunk(carry: tuple[Any, Array], xs: tuple[Array | np.int32, Array]) -> tuple[Any, None]:
         (states, last), (start, part) = carry, xs
         hidden, angles, _ = embed(outer, part, start, None, target=target)
         mode = ChunkedPrefill(start, lengths)
@@ -217,7 +218,7 @@ def replay(
     compiled: Compiled,
 ) -> tuple[LayerPrompt, ...]:
     """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip."""
-    replays = {layer.needs.replay for layer in plan} - {None}
+    replays = {layer.needs.replay for layer in plan if layer.needs.replay is not None}
     if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in plan):
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
     (how,) = replays
@@ -254,17 +255,17 @@ def compress_prompts(
     num_slots: of each layer's state, where layers divide no budget among them. longest: tokens of the longest prompt,
     where a caller knows it under a transformation.
     """
-    num_kept: list[Array | None] = [None] * len(plan)
+    num_kept: list[Any] = [None] * len(plan)
     if any(layer.needs.global_budget for layer in plan):
         shares = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         num_kept = list(shares)
         # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
-        longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
-        known = np.full(shares.shape, longest)
-        if not isinstance(shares, jax.core.Tracer):
-            known, longest = np.asarray(shares), int(np.max(lengths))
+        most = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+        known = np.full(shares.shape, most)
+        if not isinstance(shares, Tracer):
+            known, most = np.asarray(shares), int(np.max(lengths))
             num_kept = list(known)
-        plan, num_slots = _fit_slots(plan, known, longest, capacity)
+        plan, num_slots = _fit_slots(plan, known, most, capacity)
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None
@@ -274,6 +275,7 @@ def compress_prompts(
         needs = plan[i].needs
         if needs.paired_layer:
             other = prompts[0] if needs.paired_layer > 0 else below
+            assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and plan[i + 1].needs.paired_layer < 0 else None
         if not needs.prompt_chunk:  # one that was fed through its method is a cache state already
@@ -292,12 +294,23 @@ def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, t
 def _fit_slots(plan: Plan, kept: np.ndarray, longest: int, capacity: int) -> tuple[Plan, tuple[int, ...]]:
     """The layers with room for what they keep, i32[L B] or i32[L B K] tokens, and the slots of their states."""
     room = -(-(capacity - longest) // 16) * 16
+    layers = _budgeted(plan)
     most = [
         -(-layer.slots_for(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
-        for layer, tokens in zip(plan, kept, strict=True)
+        for layer, tokens in zip(layers, kept, strict=True)
     ]
-    slots = tuple(min(capacity, layer.num_slots_for(n, room)) for layer, n in zip(plan, most, strict=True))
-    return tuple(layer.with_room_for(n) for layer, n in zip(plan, most, strict=True)), slots
+    slots = tuple(min(capacity, layer.num_slots_for(n, room)) for layer, n in zip(layers, most, strict=True))
+    return tuple(layer.with_room_for(n) for layer, n in zip(layers, most, strict=True)), slots
+
+
+def _budgeted(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
+    found: list[BudgetedLayer] = [layer for layer in layers if isinstance(layer, BudgetedLayer)]
+    if len(found) < len(layers):
+        raise KvjaxError(
+            "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
+            "every layer; use one method for all, or write these members"
+        )
+    return found
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
@@ -319,12 +332,13 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
 @functools.partial(jax.jit, static_argnames=("call", "target"))
 def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, target: Target) -> Any:
     """Arrays [B ..], what this layer's part of a budget is derived from (CAKE)."""
-    return sharded_layer.measure(call.layer, *observed_block(call.layer, prompt, lengths), target.mesh)
+    (layer,) = _budgeted([call.layer])
+    return sharded_layer.measure(layer, *observed_block(call.layer, prompt, lengths), target.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _divide_budget(measures: Any, lengths: Array, plan: Plan) -> Array:
-    return plan[0].divide_budget(measures, lengths)
+    return _budgeted(plan)[0].divide_budget(measures, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, ReplayedLayer
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, ReplayedLayer, StepResult
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
@@ -23,36 +24,36 @@ def prefill(layer: BoundLayer, block: KVBlock, observation: Observation | None, 
 
     # XLA cannot divide a call of which all arguments are empty: a slot goes in, and is left out there.
     given = jax.tree.map(_with_a_slot, block) if empty else block
-    return per_device(run, *block.k.shape[:2], mesh)(given, observation)
+    return per_device(run, *block.k.shape[:2], mesh=mesh)(given, observation)
 
 
 def extend(
     layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any, mesh: Mesh | None
-) -> tuple[Array, Any, Any]:
+) -> StepResult:
     """`BoundLayer.extend`."""
 
-    def run(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> tuple[Array, Any, Any]:
+    def run(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> StepResult:
         return layer.extend(state, q, new, commit, cross_layer)
 
-    return per_device(run, *q.shape[:2], mesh)(state, q, new, cross_layer)
+    return per_device(run, *q.shape[:2], mesh=mesh)(state, q, new, cross_layer)
 
 
 def measure(layer: BudgetedLayer, block: KVBlock, observation: Observation | None, mesh: Mesh | None) -> Array:
     """`BudgetedLayer.measure`."""
-    return per_device(layer.measure, *block.k.shape[:2], mesh)(block, observation)
+    return per_device(layer.measure, *block.k.shape[:2], mesh=mesh)(block, observation)
 
 
 def look(
     layer: ReplayedLayer,
     block: KVBlock,
-    start: Array,
+    start: Array | np.int32,
     observation: Observation,
     new: KVBlock,
     before: Array,
     mesh: Mesh | None,
 ) -> Array:
     """`ReplayedLayer.update_scores`."""
-    return per_device(layer.update_scores, *block.k.shape[:2], mesh)(block, start, observation, new, before)
+    return per_device(layer.update_scores, *block.k.shape[:2], mesh=mesh)(block, start, observation, new, before)
 
 
 def _with_a_slot(x: Array) -> Array:

@@ -9,7 +9,7 @@ numbers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -18,7 +18,7 @@ from kvjax.cache.hold.by_prompt import KeysByPrompt
 from kvjax.cache.hold.codecs import Codec, CodecWrapper
 from kvjax.cache.method import Method
 from kvjax.cache.method_layer import MethodLayer
-from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, Traits
+from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
 from kvjax.cache.read.full import Full
 from kvjax.cache.shared import Behind
 from kvjax.core import attention, memory
@@ -46,7 +46,7 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
 
     inner: Codec
 
-    is_smooth = True
+    is_smooth: ClassVar[bool] = True
 
     def encode_prompt(self, x: Array, pos: Array, seen: Observation | None) -> Carried:
         return Carried(self.inner.encode_prompt(*_constant(x, pos, seen)), x)
@@ -114,27 +114,25 @@ def _constant(*trees: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableLayer(MethodLayer):
-    """A bound layer of a `Method` whose codecs carry gradients: what it packs stays floats in device memory."""
+    """A bound layer of a `Method` whose codecs cross_layer gradients: what it packs stays floats in device memory."""
 
-    def prefill(self, block: KVBlock, seen: Observation | None, slots: int) -> LayerState:
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
         with memory.as_floats(True):
-            return super().prefill(block, seen, slots)
+            return super().prefill(block, observation, num_slots)
 
-    def stored(self, block: KVBlock, seen: Observation | None) -> tuple[Any, Any, Any]:
+    def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         with memory.as_floats(True):
-            return super().stored(block, seen)
+            return super().stored(block, observation)
 
-    def extend(
-        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any = None
-    ) -> tuple[Array, LayerState, Any]:
+    def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
         with memory.as_floats(True):
-            return super().extend(state, q, fresh, commit, carry)
+            return super().extend(state, q, new, commit, cross_layer)
 
     def extend_with_prefix(
-        self, state: LayerState, q: Array, fresh: KVBlock, commit: int, carry: Any, beside: Partial
-    ) -> tuple[Array, LayerState, Any]:
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+    ) -> StepResult:
         with memory.as_floats(True):
-            return super().extend_with_prefix(state, q, fresh, commit, carry, beside)
+            return super().extend_with_prefix(state, q, new, commit, cross_layer, other_partial)
 
     def appended(self, state: LayerState, block: KVBlock) -> LayerState:
         with memory.as_floats(True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import BoundLayer, LayerSpec
 from kvjax.cache.select.representatives import Units
 from kvjax.cache.select.selection import SelectedSlots
@@ -60,7 +61,7 @@ class _Represent(_Heard):
         self.share = slot.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
     def choose(self, units: Units, count: Array, places: int) -> Array:
-        found = self.slot.representatives(units, count, places)
+        found = self.slot.choose(units, count, places)
         self.noting.represented.append((found, self.sinks, units.scores.shape[4]))
         return found
 
@@ -77,12 +78,14 @@ class _Merge(_Heard):
 
 def noted(layer: BoundLayer) -> tuple[BoundLayer, Noting]:
     """A layer whose slots `representatives` and `merge` are listened to, where it has any, and what they say."""
-    noting, method = Noting(), getattr(layer, "method", None)
-    if method is None or (method.representatives is None and method.merge is None):
+    noting = Noting()
+    if not isinstance(layer, MethodLayer):
         return layer, noting
-    representatives = (
-        None if method.representatives is None else _Represent(method.representatives, noting, method.select.sinks)
-    )
+    method, representatives = layer.method, None
+    if method.representatives is None and method.merge is None:
+        return layer, noting
+    if method.representatives is not None and method.select is not None:
+        representatives = _Represent(method.representatives, noting, method.select.sinks)
     merge = None if method.merge is None else _Merge(method.merge, noting)
     return dataclasses.replace(
         layer, method=dataclasses.replace(method, representatives=representatives, merge=merge)

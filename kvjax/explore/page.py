@@ -90,7 +90,7 @@ def first(found: Explored) -> dict[str, Any]:
     names = [m.name for m in found.methods]
     start = 1 if names[0] == "full" and len(names) > 2 else 0
     sides = list(range(len(names)))[start : start + 2]
-    lost = sum(found.methods[i].lost.mean(2) for i in sides)
+    lost = np.sum([found.methods[i].lost.mean(2) for i in sides], 0)
     layer, head = np.unravel_index(lost.argmax(), lost.shape)
     return {"sides": sides, "layer": int(layer), "head": int(head)}
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.protocol import BoundLayer, Cache, KVMethod
+from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array, KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
-from kvjax.explore.watch import Watch, Watched, own_cache, own_states
+from kvjax.explore.watch import Watch, Watched, own_cache, own_states, watched_layers
 from kvjax.generation.context import read
 from kvjax.generation.prompts import round_up
 from kvjax.methods.strings import Methods, named
@@ -93,7 +93,7 @@ def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> W
     """What a watched method holds while it reads an answer; exact: the attention of `Explored`."""
     layers = own_states(at.cache.layers)
     own, size = greedy(at, len(answer)), state_bytes(own_cache(at.cache))
-    aside = any(bool(jax.tree.leaves(getattr(layer, "reader_state", None))) for layer in layers)
+    aside = any(isinstance(x, LayerState) and bool(jax.tree.leaves(x.reader_state)) for x in layers)
     before, seen, likeliest = _codes(at.cache), [], []
     for token in answer:
         at = at.then(token)
@@ -115,8 +115,8 @@ def _begun(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int)
 
 def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
     """What a watched cache of one row holds: u8[L K C], twice, as `state` has it."""
-    layers = zip(cache.plan, cache.layers, strict=True)
-    found = [_look(watch, layer=layer.own) for layer, watch in layers]
+    layers = zip(own_cache(cache).plan, cache.layers, strict=True)
+    found = [_look(watch, layer=layer) for layer, watch in layers]
     held, off = zip(*found, strict=True)
     return np.stack(jax.device_get(held)), np.stack(jax.device_get(off))
 
@@ -129,7 +129,7 @@ def _look(watch: Watch, layer: BoundLayer) -> tuple[Array, Array]:
 
 def _exact_attention(cache: Cache) -> np.ndarray:
     """f32[L K C]: the exact attention of a watched cache's last token, the mean over each head's query heads."""
-    layers = zip(cache.plan, cache.layers, strict=True)
+    layers = zip(watched_layers(cache), cache.layers, strict=True)
     return np.stack([np.asarray(_weights(watch, cache.length, layer.spec.window)) for layer, watch in layers])
 
 

@@ -36,7 +36,8 @@ def coded(fates: TokenStatus, notes: Notes, exact: float) -> tuple[Array, Array]
     byte = sum(jnp.where(where, jnp.uint8(bit), jnp.uint8(0)) for where, bit in bits)
     key, value = (jnp.where(untold, 0, _level(x, exact)) for x in (fates.key, fates.value))
     both = (key * 16 + value).astype(jnp.uint8)
-    return tuple(jnp.where(fates.held, x, jnp.uint8(0))[0] for x in (byte, both))
+    byte, both = (jnp.where(fates.held, x, jnp.uint8(0))[0] for x in (byte, both))
+    return byte, both
 
 
 def _level(error: Array, exact: float) -> Array:

@@ -8,7 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, Needs, Traits
+from kvjax.cache.protocol import (
+    BoundLayer,
+    BudgetedLayer,
+    Cache,
+    KVMethod,
+    LayerSpec,
+    Needs,
+    ReplayedLayer,
+    StepResult,
+    Traits,
+)
 from kvjax.cache.token_status import places
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
@@ -75,52 +85,64 @@ class WatchedLayer:
         q = jnp.zeros((B, K, self.spec.num_groups, 1, H), block.k.dtype)
         return Watch(state, jnp.pad(block.k, later), jnp.pad(block.v, later), q, noting.notes(B, K, self.capacity))
 
-    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> tuple[Array, Watch, Any]:
+    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`."""
         out, own, cross_layer = self.own.extend(state.own, q, new, commit, cross_layer)
         state = dataclasses.replace(state, own=own)
         if not commit:
-            return out, state, cross_layer
+            return StepResult(out, state, cross_layer)
         kept = new.first(commit)
         at = places(kept.pos, state.k.shape)
         k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
-        return out, dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit]), cross_layer
+        state = dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit])
+        return StepResult(out, state, cross_layer)
 
     def positions(self, state: Watch) -> Array:
         """Those of the layer itself."""
         return self.own.positions(state.own)
 
+    @property
+    def _budgeted(self) -> BudgetedLayer:
+        assert isinstance(self.own, BudgetedLayer)
+        return self.own
+
     def measure(self, block: KVBlock, observation: Observation | None) -> Array:
         """See `BudgetedLayer`."""
-        return self.own.measure(block, observation)
+        return self._budgeted.measure(block, observation)
 
     def divide_budget(self, measures: Array, lengths: Array) -> Array:
         """See `BudgetedLayer`."""
-        return self.own.divide_budget(measures, lengths)
+        return self._budgeted.divide_budget(measures, lengths)
 
     def slots_for(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self.own.slots_for(tokens)
+        return self._budgeted.slots_for(tokens)
 
     def with_room_for(self, slots: int) -> WatchedLayer:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, own=self.own.with_room_for(slots))
+        return dataclasses.replace(self, own=self._budgeted.with_room_for(slots))
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """See `BudgetedLayer`."""
-        return self.own.num_slots_for(num_kept, headroom_tokens)
+        return self._budgeted.num_slots_for(num_kept, headroom_tokens)
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
     ) -> Array:
         """See `ReplayedLayer`."""
+        assert isinstance(self.own, ReplayedLayer)
         return self.own.update_scores(block, start, observation, new, before)
 
 
 def own_cache(cache: Cache) -> Cache:
     """The cache of the method itself, without what the watching keeps beside it."""
-    plan = tuple(layer.own for layer in cache.plan)
+    plan = tuple(layer.own for layer in watched_layers(cache))
     return dataclasses.replace(cache, layers=own_states(cache.layers), plan=plan)
+
+
+def watched_layers(cache: Cache) -> tuple[WatchedLayer, ...]:
+    """The layers of a cache under observation."""
+    return tuple(layer for layer in cache.plan if isinstance(layer, WatchedLayer))
 
 
 def own_states(layers: tuple[Watch, ...]) -> tuple[Any, ...]:

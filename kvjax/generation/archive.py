@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,7 +48,7 @@ def write(
         **header,
     }
     said = json.dumps(header).encode()
-    save = np.savez_compressed if deflate else np.savez
+    save: Callable[..., None] = np.savez_compressed if deflate else np.savez
     entries = {HEADER: said, SEAL: hashlib.sha256(said).digest(), **arrays}
     with replacing(path) as file:
         save(file, **{name: _bytes(x) for name, x in entries.items()})

@@ -48,12 +48,12 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
     exact = context if isinstance(context, Exact) else held_in_full(context)
     if group < 0:
         raise KvjaxError(f"group={group}; give the tokens of a group, or 0 for no anchors")
-    lengths, levels = np.asarray(exact.lengths), _per_side(levels, exact.model.config.layers)
+    lengths, of_sides = np.asarray(exact.lengths), _per_side(levels, exact.model.config.layers)
     tokens = _tokens(lengths, group)
-    sides = [_quantised_side(x, n, tokens) for x, n in zip(_sides(exact), levels, strict=True)]
+    sides = [_quantised_side(x, n, tokens) for x, n in zip(_sides(exact), of_sides, strict=True)]
     anchors, others = (_stacked(rows) for rows in zip(*sides, strict=True))
     anchor_counts = _counts(anchors.codes, ANCHOR_LEVELS).sum(1)
-    counts = _counts(others.codes, max(levels))
+    counts = _counts(others.codes, max(of_sides))
     of_anchors, of_others = _tables(anchor_counts, counts)
     words, states = rans.encode([(_lanes(anchors.codes), of_anchors), (_lanes(others.codes), of_others)])
     arrays = {
@@ -66,7 +66,7 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
         "anchor scales": anchors.scales,
         "scales": others.scales,
     }
-    header = {"levels": levels, "group": group}
+    header = {"levels": of_sides, "group": group}
     return archive.write(path, FORMAT, exact.model, header, arrays, deflate=True)
 
 
@@ -93,8 +93,8 @@ def read(model: Model, path: str | Path) -> Exact:
 
 def default_levels(layers: int) -> list[tuple[int, int]]:
     """(Levels of keys, of values) of each layer as in public code for 32 layers, in the same shares of the depth."""
-    shares = (MANY_KEYS, MANY_VALUES)
-    return [tuple(MANY if i < share * layers else FEW for share in shares) for i in range(layers)]
+    keys, values = ([MANY if i < share * layers else FEW for i in range(layers)] for share in (MANY_KEYS, MANY_VALUES))
+    return list(zip(keys, values, strict=True))
 
 
 class Tokens(NamedTuple):

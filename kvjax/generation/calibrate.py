@@ -15,7 +15,8 @@ from rich.progress import track
 from kvjax.cache import given
 from kvjax.cache.level import level_slots
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, Needs, Traits
+from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
 from kvjax.cache.tables import KINDS, Kind
 from kvjax.core import arguments
 from kvjax.core.attention_mass import Observation
@@ -76,20 +77,21 @@ def kind_of(text: str) -> Kind:
     name, _, given = text.partition(":")
     if name not in KINDS:
         raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(KINDS))}")
-    known = {f.name for f in dataclasses.fields(KINDS[name])} if dataclasses.is_dataclass(KINDS[name]) else set()
+    kind = KINDS[name]
+    known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     # A method has commas of its own, so it takes all that follows.
     head, method, rest = given.partition("method=")
     pairs = [pair.partition("=") for pair in (head if "method" in known else given).split(",") if pair]
     if "method" in known and method:
         pairs.append(("method", "=", rest))
     for key, _, value in pairs:
-        is_text = key in known and isinstance(getattr(KINDS[name], key), str)
+        is_text = key in known and isinstance(getattr(kind, key), str)
         if key not in known or not value or not (is_text or (value.isdecimal() and len(value) <= 10)):
-            is_what = {k: "NAME" if isinstance(getattr(KINDS[name], k), str) else "NUMBER" for k in sorted(known)}
+            is_what = {k: "NAME" if isinstance(getattr(kind, k), str) else "NUMBER" for k in sorted(known)}
             has = " and ".join(f"{k}={what}" for k, what in is_what.items()) or "no parameters"
             raise KvjaxError(f"{text!r:.80} is no kind of table: {name} has {has}")
-    values = {key: type(getattr(KINDS[name], key))(value) for key, _, value in pairs}
-    return dataclasses.replace(KINDS[name], **values) if pairs else KINDS[name]
+    values = {key: type(getattr(kind, key))(value) for key, _, value in pairs}
+    return cast(Kind, dataclasses.replace(cast(Any, kind), **values)) if pairs else kind
 
 
 def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
@@ -100,9 +102,10 @@ def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) ->
     arguments.integer("rows", rows)
     counting = Counting(kind_of(kind))
     own = counting.kind.documents(model.config.vocab_size, model.config.max_positions)
-    if own is None and documents is None:
+    documents = documents if own is None else own
+    if documents is None:
         raise KvjaxError(f"a table of {kind} is counted on a text; give one, as with --text")
-    ids = token_ids(model, documents if own is None else own)
+    ids = token_ids(model, documents)
     total: Any = None
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]
@@ -118,7 +121,7 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
     """The statistics of documents, per layer, with one set for each of them."""
     kind = counting.kind
     if not kind.measured_by:
-        return prefill(model, ids, counting, capacity=max(map(len, ids)))[1].layers
+        return prefill(model, ids, cast(KVMethod, counting), capacity=max(map(len, ids)))[1].layers
     # Whatever division the method has of its own, its scores are ranked over the model here.
     ranking = dataclasses.replace(cast(Method, method_of(kind.measured_by)), **level_slots("model", page=16))
     try:
@@ -137,7 +140,7 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "layer"))
-def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: Any) -> Any:
+def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: MethodLayer) -> Any:
     return kind.count_layers(layer, measures, lengths)
 
 

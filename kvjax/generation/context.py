@@ -291,7 +291,8 @@ class Context:
         be shared again. On a mesh one prefix is shared, as many equal rows as the mesh divides: of=[0, 0, ..].
         """
         ids, timer = token_ids(self.model, documents), Timer()
-        own = getattr(self.method, "own", self.method) if method is None else method_of(method)
+        own = self.method.own if isinstance(self.method, Behind) else self.method
+        own = own if method is None else method_of(method)
         behind = Behind(self.method, own)
         last, cache = shared.read_behind(self.model, self.cache, behind, ids, of, room, timer)
         return Context(self.model, cache, last, behind, timer.run_seconds)

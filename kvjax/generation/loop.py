@@ -64,6 +64,7 @@ def begin(
 
 def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:
     """Decodes one token of every sequence; a draft that it carries leaves no trace in the cache."""
+    assert state.cache is not None
     logits, cache = decode.step(params, state.tokens, state.cache, 1, target, compiled=compiled)
     return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
 
@@ -72,6 +73,7 @@ def draft_first(
     params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN
 ) -> DecodeState:
     """Before the first step: drafts what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    assert state.cache is not None
     logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
     drafted = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
     return dataclasses.replace(state, tokens=drafted, cache=cache)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
-from kvjax.cache.protocol import BoundLayer, KVMethod, slots_of
+from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, slots_of
 from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
 from kvjax.core import arguments
 from kvjax.core.attention_mass import Observation
@@ -101,10 +101,10 @@ def counted(
         alike = layer, count  # equal layers take equally many bytes
         if alike not in known:
             arrays, tree = abstract_state(layer, config, width, count, batch, dtype)
-            nothing = {"device": 0, "pinned_host": 0}
-            planned = getattr(layer, "planned_empty_bytes", None)
-            state = jax.tree.unflatten(tree, arrays)
-            known[alike] = array_bytes(arrays), planned(state, prompt, jnp.dtype(dtype).name) if planned else nothing
+            room = {"device": 0, "pinned_host": 0}
+            if isinstance(layer, PlannableLayer):
+                room = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, jnp.dtype(dtype).name)
+            known[alike] = array_bytes(arrays), room
         total, room = known[alike]
         for kind in held:
             held[kind] += total[kind] - room[kind]

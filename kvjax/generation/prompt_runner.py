@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -63,7 +63,7 @@ def run_prompts(
     with timer.timed():
         out = prefill(
             model.params,
-            tokens,
+            cast(Array, tokens),
             place(model, lengths, "B"),
             plan,
             Target(model.config, model.mesh),

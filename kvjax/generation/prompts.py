@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.core.mesh import check_divides, named
 from kvjax.core.types import Array, KvjaxError, TracedCall
 from kvjax.models.model import Model
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]] | np.ndarray
+Prompts = str | Sequence[str | Sequence[int] | np.ndarray] | np.ndarray
 
 BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
 
@@ -67,21 +68,21 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
 def check_not_traced(model: Model, *arguments: Any) -> None:
     """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
     leaves = [model.params["embedding"], *jax.tree.leaves(arguments), jnp.asarray(np.int32(0))]
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(isinstance(x, Tracer) for x in leaves):
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
             "functions of kvjax.functional there, logits, prefill, extend and decode"
         )
 
 
-def _check_several(prompts: Sequence[str] | Sequence[Sequence[int]] | np.ndarray) -> None:
+def _check_several(prompts: Prompts) -> None:
     """Raises KvjaxError for the ids of one prompt where a list of prompts belongs."""
     if all(map(_is_id, prompts)):
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
         raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
 
 
-def _is_id(x: object) -> bool:
+def _is_id(x: Any) -> bool:
     """Whether it is a whole number, of Python, NumPy or JAX."""
     of_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
     return of_array or isinstance(x, numbers.Integral)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.protocol import Cache
+from kvjax.cache.protocol import Cache, RewindableLayer
 from kvjax.core.types import Array, pytree
 from kvjax.engine.decode import step as advance
 from kvjax.engine.forward import Target
@@ -121,7 +121,11 @@ def _instead(key: Array, column: Array, all_accepted: Array, logp: Array) -> Arr
 
 def _take_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array]:
     """(the cache without the last count i32[B] tokens of each row, whether that was impossible)."""
-    bound = [count > layer.max_rollback(state) for layer, state in zip(cache.plan, cache.layers, strict=True)]
+    bound = [
+        count > layer.max_rollback(state)
+        for layer, state in zip(cache.plan, cache.layers, strict=True)
+        if isinstance(layer, RewindableLayer)  # as all are, which was asked before the first round
+    ]
     layers = cropped(cache.layers, count, cache.plan, target.config.kv_heads, target.mesh)
     return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(bound).any()
 

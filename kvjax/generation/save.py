@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, slots_of
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
 from kvjax.cache.shared import Shared, SharedState
 from kvjax.core import memory
 from kvjax.core.mesh import layer_axes
@@ -119,15 +119,17 @@ def _tree(layer: BoundLayer, model: Model, rows: int, capacity: int, arrays: Seq
 
 def _trees(
     layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
-) -> Iterator[jax.tree_util.PyTreeDef]:
+) -> Iterator[Any]:
     """The structures that the first of these arrays may have, of so many rows if that is known."""
-    if hasattr(layer, "parts"):
+    if isinstance(layer, Shared):
         yield from _shared_trees(layer, model, rows, capacity, arrays)
         return
     counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
     sizes = list(_sizes(layer, model.config, capacity, arrays))
     layers = [layer]
-    if layer.needs.global_budget:  # what it keeps of the prompts has as many slots as one of the arrays
+    if (
+        isinstance(layer, BudgetedLayer) and layer.needs.global_budget
+    ):  # what it keeps of the prompts has as many slots as one of the arrays
         layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
@@ -139,7 +141,7 @@ def _trees(
 
 def _shared_trees(
     layer: Shared, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
-) -> Iterator[jax.tree_util.PyTreeDef]:
+) -> Iterator[Any]:
     """Those of prefixes and of what rows have behind them."""
     prefix, own = layer.parts
     most = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had more room
@@ -147,8 +149,9 @@ def _shared_trees(
         left = arrays[of_prefix.num_leaves :]
         for of_own in _trees(own, model, rows, most, left):
             held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
-            for members in (None, 0):
-                yield jax.tree.structure(SharedState(*held, before=0, members=members))
+            leaf: Any = 0
+            for members in (None, leaf):
+                yield jax.tree.structure(SharedState(*held, before=leaf, members=members))
 
 
 def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:

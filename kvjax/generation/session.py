@@ -67,7 +67,7 @@ class DecodeSession:
                 return
             compiled, arguments = self._compiled(), self._arguments()
             while int(self.state.i) < limit and not np.asarray(self.state.done).all():
-                self.state = decode_loop.step(**arguments | {"state": self.state}, compiled=compiled)
+                self.state = arguments["state"] = decode_loop.step(**arguments, compiled=compiled)
 
     def draft_first(self) -> None:
         """What a method that drafts needs before the first step; a part of the prefill."""
@@ -103,6 +103,7 @@ class DecodeSession:
 
     @property
     def _tokens_a_step(self) -> int:
+        assert self.state.cache is not None
         return 1 + num_draft_tokens(self.state.cache.plan)
 
     def program(self) -> str:
@@ -117,6 +118,7 @@ class DecodeSession:
     @property
     def cache(self) -> Cache:
         """The cache as it is now; the next step uses it up."""
+        assert self.state.cache is not None
         return dataclasses.replace(self.state.cache, weights=self.weights)
 
     @property
@@ -127,13 +129,13 @@ class DecodeSession:
     def result(self) -> Result:
         """What has been generated."""
         tokenizer, tokens = self.model.tokenizer, self._rows()
-        if self.stop:
+        if self.stop and tokenizer is not None:
             tokens = [stops.shortest(tokenizer, row, self.stop) for row in tokens]
         return Result(
             tokens,
             None if tokenizer is None else [stops.before(self._text(row), self.stop) for row in tokens],
             ["stop" if done else "length" for done in np.asarray(self.state.done)],
-            state_bytes(self.state.cache),
+            state_bytes(self.cache),
             self.prefill_seconds,
             self.decode_seconds,
             self.timer.compile_seconds,

@@ -80,7 +80,8 @@ class PrefillAfterPrefix(ForwardMode):
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
-        layer: Shared = call.layer
+        layer = call.layer
+        assert isinstance(layer, Shared)
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
 
@@ -89,7 +90,7 @@ class PrefillAfterPrefix(ForwardMode):
         ) -> Any:
             return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
 
-        run = per_device(begin, *inputs.q.shape[:2], mesh)
+        run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
         return out, state, cross_layer
 
@@ -115,6 +116,7 @@ def _first_row(prefix: Cache, mesh: Mesh) -> tuple[Any, ...]:
     def one(x: Array) -> Array:
         row = jax.device_put(x, memory.DEVICE)[:1]
         sharding = named(layer_axes(row.shape, 2, prefix.config.kv_heads), mesh)
-        return jax.device_put(row, sharding.with_memory_kind(x.sharding.memory_kind))
+        kind = x.sharding.memory_kind
+        return jax.device_put(row, sharding if kind is None else sharding.with_memory_kind(kind))
 
     return jax.tree.map(one, prefix.layers)

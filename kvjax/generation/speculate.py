@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
-from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
+from kvjax.cache.states import missing
 from kvjax.core import arguments
 from kvjax.core.random import seeded
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
@@ -30,7 +31,7 @@ from kvjax.generation.prompts import Prompts, token_ids
 from kvjax.generation.result import Result
 from kvjax.generation.rounds import Rounds, all_rounds
 from kvjax.generation.rounds import start as start_rounds
-from kvjax.generation.states import cropped, mesh_of, offered
+from kvjax.generation.states import cropped, mesh_of
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -178,7 +179,9 @@ def _read(
 def _check_goes_back(cache: Cache) -> None:
     """Raises IncompatibleMethod for a method whose tokens, once taken, stay."""
     for layer, state in zip(cache.plan, cache.layers, strict=True):
-        offered(layer, "max_rollback", "give back tokens")(state)
+        if not isinstance(layer, RewindableLayer):
+            raise missing(layer, "give back tokens")
+        layer.max_rollback(state)
     back = functools.partial(cropped, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
     jax.eval_shape(back, cache.layers, cache.length)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, Cache
-from kvjax.cache.states import Editable
+from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer
+from kvjax.cache.states import missing
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
 from kvjax.core.rope import Rope, rotate
@@ -40,15 +40,16 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     """
     cache = check_cache(model, cache)
     fresh = _inserted(model, tokens, cache.length.shape[0])
-    start, stop = (states.per_row(x, cache, name) for x, name in ((start, "start"), (stop, "stop")))
+    first, end = (states.per_row(x, cache, name) for x, name in ((start, "start"), (stop, "stop")))
     held, new = states.held_tokens(cache), np.array([len(row) for row in fresh])
-    _check(start, stop, held, new, cache.capacity)
+    _check(first, end, held, new, cache.capacity)
     for layer in cache.plan:
-        states.offered(layer, "appended", "be edited")
-    before = states.crop(cache, start.tolist())
+        if not isinstance(layer, EditableLayer):
+            raise missing(layer, "be edited")
+    before = states.crop(cache, first.tolist())
     if new.any():
         before = extend_padded(model, fresh, before)[1]
-    tail = held - stop
+    tail = held - end
     if not tail.any():
         return before
     count = jnp.asarray(tail, jnp.int32)
@@ -56,7 +57,7 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
         layers=cache.layers,
         before=before.layers,
         count=count,
-        shift=jnp.asarray(start + new - stop, jnp.int32),
+        shift=jnp.asarray(first + new - end, jnp.int32),
         plan=cache.plan,
         width=min(round_up(int(tail.max())), cache.capacity),
         rope=model.config.rope,
@@ -106,7 +107,9 @@ def _moved(
 ) -> tuple[Any, ...]:
     """The states `before` with the last count i32[B] tokens of `layers` behind them, shift i32[B] places further on."""
 
-    def one(layer: Editable, state: Any, before: Any) -> Any:
+    def one(layer: BoundLayer, state: Any, before: Any) -> Any:
+        assert isinstance(layer, EditableLayer)
+
         def run(state: Any, before: Any, count: Array, shift: Array) -> Any:
             return layer.appended(before, _turned(_last(layer.held(state), count, width), shift, rope))
 

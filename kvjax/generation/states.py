@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache.protocol import BoundLayer, Cache
-from kvjax.cache.states import KEEP, as_one, as_rows
+from kvjax.cache.protocol import BoundLayer, Cache, RewindableLayer
+from kvjax.cache.states import KEEP, as_one, as_rows, missing
 from kvjax.core import arguments
 from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.types import Array, IncompatibleMethod, KvjaxError, OtherWeights
@@ -32,7 +32,9 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
             raise KvjaxError(f"row {row} has {most} tokens and cannot be cropped to {length}; give 0..{most}")
     count = held - wanted
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
-        undoable = np.asarray(offered(layer, "max_rollback", "give back tokens")(state))
+        if not isinstance(layer, RewindableLayer):
+            raise missing(layer, "give back tokens")
+        undoable = np.asarray(layer.max_rollback(state))
         for row in np.flatnonzero(count > undoable)[:1]:
             raise IncompatibleMethod(
                 f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {undoable[row]} at most: "
@@ -51,6 +53,8 @@ def cropped(
     """The states of all layers without the last count i32[B] tokens of each row, which can be taken back."""
 
     def one(layer: BoundLayer, state: Any) -> Any:
+        if not isinstance(layer, RewindableLayer):
+            raise missing(layer, "give back tokens")
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(one, plan, layers))
@@ -116,14 +120,6 @@ def join(caches: Sequence[Cache]) -> Cache:
     return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
 
 
-def offered(layer: BoundLayer, member: str, what: str) -> Any:
-    """An optional member of a layer; raises IncompatibleMethod for a layer without it."""
-    found = getattr(layer, member, None)
-    if found is None:
-        raise IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {what}; {KEEP}")
-    return found
-
-
 def per_row(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
     """A number for all rows of a cache, or one for each, as i64[B]."""
     B, given = cache.length.shape[0], np.asarray(x)
@@ -140,4 +136,4 @@ def held_tokens(cache: Cache) -> np.ndarray:
 def mesh_of(cache: Cache) -> Mesh | None:
     """The mesh that a cache lies on."""
     sharding = cache.length.sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None

@@ -58,7 +58,7 @@ class Timer:
 
         Raises KvjaxError, with the remedy, where memory runs out, and where JAX is set to 64 bits.
         """
-        if jax.config.jax_enable_x64:
+        if jax.config.values["jax_enable_x64"]:
             raise KvjaxError(
                 "kvjax computes in 32 bits, and JAX_ENABLE_X64 is set: unset it, or call kvjax within "
                 "`with jax.enable_x64(False):`"

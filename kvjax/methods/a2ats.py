@@ -11,6 +11,7 @@ from jax import lax
 from kvjax.cache.decode.policy import at_least, require_observation
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read import codebook
 from kvjax.cache.read.reader import ReadResult
@@ -110,7 +111,7 @@ class FarAway(Retrieve):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,

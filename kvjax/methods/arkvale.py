@@ -24,7 +24,7 @@ class Digests(NamedTuple):
     """The boxes of all pages, and what that of the unfinished page is made of."""
 
     box: Box  # [B K U H]
-    growing: Array  # [B K size H], the keys of the page in which the next token will lie
+    growing: memory.Buffer  # [B K size H], the keys of the page in which the next token will lie
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Gate(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation, K = self.require_observation(observation), spec.num_kv_heads
+        assert observation.hidden_states is not None
         wide = (None, None, None)
         arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budget_allocation import LayerBudgets, match_total
 from kvjax.cache.select.scorers import Window, before_window, in_window
@@ -50,7 +50,8 @@ class Preference(LayerBudgets):
         if min(self.tau1, self.tau2) <= 0:
             raise KvjaxError(f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6")
 
-    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+        assert layer.method.select is not None
         asked = layer.method.select.scorer.require_observation(observation)
         sums, count = _of_window(block, asked, self.num_queries, layer.spec)
         before = before_window(block, self.num_queries)[:, :, None]
@@ -62,8 +63,9 @@ class Preference(LayerBudgets):
         dispersion = jnp.maximum(of_layer(-sums.p_log_p), 0.0)
         return dispersion ** (1 / self.tau1) * of_layer(_variance(sums, count)) ** (1 / self.tau2)
 
-    def allocate_tokens(self, layer: Any, measures: Array, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: MethodLayer, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
+        assert select is not None
         if None in layer.budgets:
             raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)

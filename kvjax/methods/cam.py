@@ -74,7 +74,7 @@ def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
     return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)
 
 
-def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, int, int]) -> Array:
+def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
     """f32[B K T]: uniform in [0, 1), by layer, head and position."""
     head = over_heads.first(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
     where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)

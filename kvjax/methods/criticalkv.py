@@ -36,6 +36,7 @@ class ByOutput(SecondStageScorer):
         check_share(self.share)
 
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
+        assert observation is not None and observation.output_projection is not None
         real = block.pos >= 0
         new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, observation.output_projection)
         return jnp.where(real, new, -jnp.inf)

@@ -108,6 +108,7 @@ class Calibrated(Retrieve):
     num_queries: ClassVar[int | None] = 0
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
+        assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         return self.index.in_order(
             over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)

@@ -33,6 +33,7 @@ class Streaming(ByTable):
         check_share_of_heads(sparsity=self.sparsity)
 
     def at(self, spec: LayerSpec) -> Lengths:
+        assert spec.index is not None
         weights = of_all_heads(self.given, spec, "weights")
         below = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
         full = highest(weights, weights.size - below)[spec.index]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from kvjax.cache.decode.policy import Policy, at_least
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.select.budgets import TokenBudget
 from kvjax.cache.select.merging import arriving, lost_tokens, mixed
@@ -68,7 +68,7 @@ class FixedPoint(Policy):
     def __post_init__(self):
         at_least("Elastic Cache", distance=(self.distance, 1))
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         m = layer.method
         budget = None if m.select is None else m.select.most()
         if budget is None or m.layer_budgets is not None:
@@ -82,15 +82,22 @@ class FixedPoint(Policy):
                 f"budget={self.distance + 1} or more"
             )
 
-    def num_slots(self, layer: Any) -> int:
-        return layer.method.select.most() + 1
+    def num_slots(self, layer: MethodLayer) -> int:
+        assert layer.method.select is not None
+        most = layer.method.select.most()
+        assert most is not None
+        return most + 1
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         return jnp.where(place < held, place, -1), None
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
+    ) -> tuple[Array, None]:
         pos = state.pos
         full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         leaves = max(pos.shape[2] - 1 - self.distance, 0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
@@ -55,10 +56,12 @@ class H2O(Policy):
         if self.granularity not in ("kv", "layer"):
             raise KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         return self.heavy + self.recent + 1
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Array]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Array]:
         observation = require_observation(observation, "H2O", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
@@ -70,7 +73,7 @@ class H2O(Policy):
         chosen = best(rank, pos, min(self.heavy + self.recent, slots))
         return chosen, marks_at(score, chosen, slots)
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t = q_pos[:, None]  # [B 1 1]
         # What was in the slot of the newest token before it came does not count.
         before = jnp.where(state.pos == t, 0.0, state.policy_state)

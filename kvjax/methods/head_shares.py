@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.cache.given import Given
 from kvjax.cache.hold.pages import Pages
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budget_allocation import HeadBudgets
 from kvjax.cache.select.budgets import Budget, budgets_of_layers, kept_by_length
@@ -55,8 +56,9 @@ class CalibratedShares(Kind):
     def measured_by(self) -> str:
         return self.method
 
-    def count_layers(self, layer: Any, measures: Candidates, lengths: Array) -> Any:
+    def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
         """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
+        assert layer.method.select is not None
         size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
         kept = []
         for part in FRACTIONS:
@@ -272,6 +274,7 @@ class CalibratedDivision(HeadBudgets):
         division = Division(
             self.given, _shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
         )
+        assert spec.index is not None
         mine = LayerDivision(division, spec.index)
         return dataclasses.replace(select, budget=mine), mine
 

@@ -12,6 +12,7 @@ from jax import lax
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks
 from kvjax.cache.read.retrieve import slots_of_queries
@@ -114,13 +115,14 @@ class Blocks(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         rope, n, own_slots = layer.spec.rope, state.n[:, None], slots_of_queries(state, q_pos)
         kept = (q_pos >= 0) & (own_slots(q_pos) < n)
         reader_state = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
@@ -147,7 +149,7 @@ class Blocks(Reader):
             part, dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3)), cross_layer=cross_layer
         )
 
-    def _sees(self, layer: Any, tokens: Tokens, t: Array, own: Array) -> tuple[Array, Array]:
+    def _sees(self, layer: MethodLayer, tokens: Tokens, t: Array, own: Array) -> tuple[Array, Array]:
         """Which tokens queries at t i32[B T], in slots own i32[B T], see as recent ones and which as old ones."""
         behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
         inside = visible(tokens.block.pos, t, layer.spec.window)
@@ -181,7 +183,7 @@ class Blocks(Reader):
 
         return lax.fori_loop(0, formed.max(), add, vary(jnp.zeros((B, K, spec.num_groups, most, H), block.k.dtype)))
 
-    def _form(self, layer: Any, state: LayerState, n: Array) -> Recent:
+    def _form(self, layer: MethodLayer, state: LayerState, n: Array) -> Recent:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
         reader_state = state.reader_state
         if reader_state.keys is None:
@@ -204,7 +206,7 @@ class Blocks(Reader):
             formed, keys = lax.while_loop(more, one, vary((reader_state.formed, lax.stop_gradient(reader_state.keys))))
         return dataclasses.replace(reader_state, formed=formed, keys=keys)
 
-    def _representative(self, layer: Any, state: LayerState, number: Array) -> Array:
+    def _representative(self, layer: MethodLayer, state: LayerState, number: Array) -> Array:
         """f32[B K G H]: the key of the block of this number i32[B], whose tokens are still in the ring."""
         B, K = state.reader_state.mass.shape[:2]
         slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
@@ -216,10 +218,11 @@ class Blocks(Reader):
 
     def _near(self, state: LayerState, reader_state: Recent) -> Tokens:
         """Sinks and ring, as they came."""
+        assert state.n is not None
         slot = self._ring_of(reader_state.mass).slots(state.n, self._first(reader_state.formed))
         return _tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
 
-    def _left(self, layer: Any, state: LayerState, reader_state: Recent, near: Tokens, fresh: int) -> Tokens:
+    def _left(self, layer: MethodLayer, state: LayerState, reader_state: Recent, near: Tokens, fresh: int) -> Tokens:
         """Sinks, and what is left behind the last block and may lie outside the window of one of so many queries."""
         ring = self._ring_of(reader_state.mass)
         count = min(self.block - 1 + fresh, ring.size)
@@ -229,8 +232,11 @@ class Blocks(Reader):
         k, v = memory.take(near.block.k, place), memory.take(near.block.v, place)
         return _far(layer, _tokens(state, k, v, _of(near.slot, place)))
 
-    def _recall(self, layer: Any, state: LayerState, reader_state: Recent, far_q: Array, asking: Array) -> Tokens:
+    def _recall(
+        self, layer: MethodLayer, state: LayerState, reader_state: Recent, far_q: Array, asking: Array
+    ) -> Tokens:
         """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
+        assert reader_state.keys is not None
         B, K, _, N, _ = reader_state.keys.shape
         real = asking[:, None, None, :, None]
         mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -254,7 +260,7 @@ def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
     return Tokens(KVBlock(k, v, pos, bias), slot)
 
 
-def _far(layer: Any, tokens: Tokens) -> Tokens:
+def _far(layer: MethodLayer, tokens: Tokens) -> Tokens:
     """The same as far tokens: keys without RoPE, and zeros where there is no token."""
     bare = layer.spec.rope.unrotate(tokens.block.k, tokens.block.pos)
     return tokens._replace(block=dataclasses.replace(tokens.block, k=bare).clean())

@@ -10,6 +10,7 @@ from jax import lax
 
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits, shares
 from kvjax.core.attention import weights
@@ -39,7 +40,7 @@ class TopV(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,

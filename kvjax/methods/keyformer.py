@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation, attention_mass
@@ -63,10 +64,12 @@ class Keyformer(Policy):
     def at(self, spec: LayerSpec) -> Keyformer:
         return dataclasses.replace(self, layer=spec.index)
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Marks]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Marks]:
         observation = require_observation(observation, "Keyformer", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
 
@@ -80,7 +83,7 @@ class Keyformer(Policy):
         chosen = best(rank, pos, min(self.budget, slots))
         return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
+    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps

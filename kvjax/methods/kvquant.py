@@ -9,7 +9,7 @@ from kvjax.cache.hold.nonuniform import Levels, NonUniform
 from kvjax.cache.hold.outliers import ByChannel, ByToken, Outliers
 from kvjax.cache.hold.sparse import Sparse
 from kvjax.cache.method import Method
-from kvjax.core.types import Array
+from kvjax.cache.select.representatives import Count
 from kvjax.methods.catalogue import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -19,7 +19,7 @@ class BeyondQuantiles(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: Array | int) -> Array | int:
+    def on_a_side(self, length: Count) -> Count:
         return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
 
 

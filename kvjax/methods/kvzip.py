@@ -62,7 +62,9 @@ class Repeated(Scorer):
         return self.plus
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        return token_scores(self.require_observation(observation).replay_scores, block)
+        replay_scores = self.require_observation(observation).replay_scores
+        assert replay_scores is not None
+        return token_scores(replay_scores, block)
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.decode.policy import Policy
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState, last_positions
 from kvjax.cache.select.units import gather
 from kvjax.core import memory
@@ -35,7 +35,7 @@ class Recompress(Policy):
         if self.every < 1:
             raise KvjaxError(f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512")
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
         if select is None:
             raise IncompatibleMethod(
@@ -56,29 +56,32 @@ class Recompress(Policy):
                 f"`decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
 
-    def target(self, layer: Any) -> int:
+    def target(self, layer: MethodLayer) -> int:
         """Tokens that are left by a compression."""
-        return layer.method.select.most()
+        assert layer.method.select is not None
+        most = layer.method.select.most()
+        assert most is not None
+        return most
 
-    def most(self, layer: Any) -> int:
+    def most(self, layer: MethodLayer) -> int:
         """Tokens of a head that are held when the selection is made again."""
         return self.target(layer) + self.every
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         # One slot stays empty: a sequence that waits beside others which are fed has somewhere for its padding to go.
         return self.most(layer) + 1
 
     def init(
-        self, layer: Any, block: KVBlock, observation: Observation | None, slots: int
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[Array, Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        if observation is not None:
+        if observation is not None and layer.method.select is not None:
             wanted = layer.method.select.scorer.num_queries
             observation = _in_places(latest(observation, self.every if wanted is None else wanted))
         return jnp.where(place < held, place, -1), observation
 
-    def before_token(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.policy_state is not None:
             state = dataclasses.replace(state, policy_state=_with_query(state.policy_state, q, q_pos))
         is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.most(layer))[:, 0]
@@ -91,13 +94,14 @@ class Recompress(Policy):
         return lax.cond(due.any(), compressed, lambda state: state, state)
 
     def after_token(
-        self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array
+        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, Observation | None]:
         return state.pos, state.policy_state
 
-    def _selected(self, layer: Any, state: LayerState, due: Array) -> Array:
+    def _selected(self, layer: MethodLayer, state: LayerState, due: Array) -> Array:
         """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
         method, S = layer.method, state.pos.shape[2]
+        assert method.select is not None
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
         held = KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
         in_order = gather(held, order)

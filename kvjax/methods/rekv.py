@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.reader import Reader, ReadResult
 from kvjax.cache.read.retrieve import Index, Retrieve, slots_of_queries
@@ -61,18 +62,19 @@ class ByQuestion(Retrieve):
     def append(self, reader_state: Asked, new: KVBlock, at: Array, spec: LayerSpec) -> Asked:
         return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, _bare(new, spec), at))
 
-    def crop(self, layer: Any, state: LayerState) -> Any:
+    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
         return Reader.crop(self, layer, state)  # no query is kept by itself
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         real = (q_pos >= 0)[:, None, None, :, None]
         bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question

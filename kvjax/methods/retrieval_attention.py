@@ -12,6 +12,7 @@ from jax import lax
 from kvjax.cache.decode.policy import at_least
 from kvjax.cache.hold.codecs import Host, Plain
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks
 from kvjax.cache.read.retrieve import attend_slots
@@ -63,13 +64,14 @@ class HostSearch(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         S, window = state.pos.shape[2], layer.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
         static = _static(state, _held(ring, state.n))
@@ -110,7 +112,7 @@ def _static(state: LayerState, slots: Array) -> KVBlock:
     return KVBlock(memory.unpack(state.reader_state.k), memory.unpack(state.reader_state.v), pos, bias)
 
 
-def _logits(layer: Any, state: LayerState, q: Array) -> Array:
+def _logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
     """f32[B K G T S]: products with all keys, computed where these lie, plus the slots' bias."""
     if layer.k.pre_rope:  # these come to the device to be rotated
         s = scores(q, layer.keys(state.k, state.pos))

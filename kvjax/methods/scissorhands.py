@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, newest_first, require_observation
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.attention_mass import Observation
@@ -63,13 +64,15 @@ class Scissorhands(Policy):
         """The last queries of the prompt that it looks at."""
         return self.history
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
 
-    def num_kept(self, layer: Any, prompt: int) -> int:
+    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
         return prompt if prompt <= self.budget else self.low
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Array]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Array]:
         observation = require_observation(observation, "Scissorhands", f"the last {self.history} queries")
         held = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)  # [B]
         end = over_heads.max(block.pos.max(2))[:, 0] + 1
@@ -85,7 +88,7 @@ class Scissorhands(Policy):
         chosen = jnp.where(over & (place >= self.low), -1, chosen)
         return chosen, jnp.where(over, 0, marks_at(count, chosen, slots))
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
         seen = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
         mean = 1 / jnp.maximum(seen.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)

@@ -12,6 +12,7 @@ from jax import lax
 from kvjax.cache.hold.codecs import Host
 from kvjax.cache.hold.lowrank import Fitted
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.read.reader import by_query_blocks
 from kvjax.cache.read.retrieve import attend_slots
@@ -61,7 +62,9 @@ class Shadow(SideStore):
         """The outliers, the local chunks and what is left over."""
         return min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Chunked]:
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Chunked]:
         width = block.pos.shape[2]
         most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
@@ -89,7 +92,7 @@ class Shadow(SideStore):
         away = jnp.concatenate([away, after], 2)[:, :, : block.pos.shape[2]]
         return gather(block, slots_where((block.pos >= 0) & ~away, slots))
 
-    def _store(self, layer: Any, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
+    def _store(self, layer: MethodLayer, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
         """The chunks, with directions that are fitted to all tokens of the prompt."""
         inner, pos = self._inner(layer), jnp.where(away, front.pos, -1)
         k = inner.k.encode(inner.as_held(block), block.pos)
@@ -106,12 +109,12 @@ class Shadow(SideStore):
         cosine = (keys * mean).sum(-1) / jnp.maximum(lengths, 1e-8)
         return mean[:, :, :, 0], cosine.min(-1)
 
-    def _inner(self, layer: Any) -> Any:
+    def _inner(self, layer: MethodLayer) -> Any:
         """The layer as the chunks see it."""
         fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: Chunked = state.side_store
         landmarks, inner = memory.unpack(store.landmarks), self._inner(layer)
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
@@ -130,7 +133,7 @@ class Shadow(SideStore):
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos
 
-    def visible_block(self, layer: Any, store: Chunked) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: Chunked) -> KVBlock:
         inner, held = self._inner(layer), store.tokens
         return KVBlock(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
 

@@ -12,6 +12,7 @@ from jax import lax
 from kvjax.cache.hold.codecs import Codec, Host, Plain
 from kvjax.cache.hold.groups import Kivi
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.reader import Reader, ReadResult
 from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
@@ -88,13 +89,14 @@ class Speculative(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
         guessed: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
+        assert state.n is not None
         reader_state, T = state.reader_state, q.shape[3]
         if T > 2:
             raise KvjaxError(
@@ -115,7 +117,7 @@ class Speculative(Reader):
                 reader_state = dataclasses.replace(reader_state, rows=_pick(real, new, reader_state.rows))
         return ReadResult(part, reader_state, cross_layer=cross_layer)
 
-    def _low_logits(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Array:
+    def _low_logits(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Array:
         """Masked logits f32[B K G T S] with the low-bit keys."""
         s = self.k.scores(q, state.reader_state.k)
         if state.bias is not None:
@@ -124,7 +126,7 @@ class Speculative(Reader):
 
     def _mixed(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         s: Array,
         q: Array,
@@ -160,7 +162,7 @@ class Speculative(Reader):
         """Weights f32[B K G S] -> f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, layer: Any, state: LayerState, mass: Array, candidates: Array) -> Fetched:
+    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> Fetched:
         """The topk heaviest of the first candidates i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         open_ = (slot < candidates[:, None, None]) & (state.pos >= 0)

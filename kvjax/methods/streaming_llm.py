@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from kvjax.cache.decode.policy import Policy, at_least
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
@@ -35,17 +35,21 @@ class SinksAndRecent(Policy):
     def __post_init__(self):
         at_least("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         return self.sinks + self.recent + 1
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, None]:
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         place = jnp.arange(min(slots, self.sinks + self.recent), dtype=jnp.int32)[None, None]
         skipped = jnp.maximum(length - self.sinks - self.recent, 0)
         chosen = jnp.where(place < self.sinks, place, place + skipped)
         return jnp.where(chosen < length, chosen, -1), None
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, None]:
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
+    ) -> tuple[Array, None]:
         pos = state.pos
         full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         # Sinks came first and never leave, so they are in the first slots.
@@ -53,7 +57,7 @@ class SinksAndRecent(Policy):
         oldest = jnp.where(behind, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(full & behind & (pos == oldest), -1, pos), None
 
-    def index(self, layer: Any, held: Array, pos: Array) -> Array:
+    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         if layer.method.select is not None:
             return super().index(layer, held, pos)
         # Without gaps between the recent tokens, the newest position alone tells.

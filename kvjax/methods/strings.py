@@ -113,7 +113,7 @@ def split_many(text: str) -> list[str]:
 def named(methods: Methods) -> dict[str, KVMethod]:
     """Methods by the names that reports give them, each once: strings as they were written, values by `name_of`."""
     found: dict[str, KVMethod] = {}
-    several = [methods] if isinstance(methods, str) or hasattr(methods, "bind") else methods
+    several = [methods] if isinstance(methods, str) or not isinstance(methods, Iterable) else methods
     for one in cast(Sequence[str | KVMethod], several):
         if isinstance(one, str):
             found |= {text: parse(text) for text in split_many(one)}
@@ -127,11 +127,11 @@ def named(methods: Methods) -> dict[str, KVMethod]:
     return found
 
 
-def method_of(method: str | KVMethod) -> KVMethod:
+def method_of(method: str | KVMethod | None) -> KVMethod:
     """A method from its value or its string; raises KvjaxError for anything else."""
     if isinstance(method, str):
         return parse(method)
-    if hasattr(method, "bind") and hasattr(method, "traits") and not isinstance(method, type):
+    if isinstance(method, KVMethod) and not isinstance(method, type):
         return method
     name = getattr(method, "__name__", None)
     if callable(method) and name in load_all():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,6 +10,7 @@ from kvjax.cache.hold.by_prompt import TiersByPrompt
 from kvjax.cache.hold.codecs import Codec, Plain
 from kvjax.cache.hold.thin import Thin
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, KvjaxError
 from kvjax.methods.catalogue import recipe
@@ -36,7 +36,7 @@ class Older(TiersByPrompt):
     def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]

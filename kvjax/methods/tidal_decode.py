@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits
@@ -46,6 +47,7 @@ class PersistentTokens(Reader):
             )
 
     def at(self, spec: LayerSpec) -> Reader:
+        assert spec.index is not None
         if spec.index < self.dense:
             return Full()
         # Of the two numbers of layers nothing is left that would tell one layer from another like it.
@@ -53,7 +55,7 @@ class PersistentTokens(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
@@ -70,7 +72,7 @@ class PersistentTokens(Reader):
 
         return ReadResult(by_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
 
-    def _choose(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
+    def _choose(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
         """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
         count = min(self.topk - 1, state.pos.shape[2])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from kvjax.cache.decode.policy import Policy, at_least, best, require_observation, without_lowest
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
@@ -36,10 +37,12 @@ class Tova(Policy):
     def __post_init__(self):
         at_least("TOVA", budget=(self.budget, 1))
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, None]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, None]:
         observation = require_observation(observation, "TOVA", "the last query")
         last = observation.pos.max(1, keepdims=True)
         by = ((observation.pos >= 0) & (observation.pos == last)).astype(jnp.float32)
@@ -48,12 +51,12 @@ class Tova(Policy):
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
         return best(weight, block.pos, min(self.budget, slots)), None
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
+    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
         return without_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
         if select is not None and select.per != "layer":
             raise IncompatibleMethod(

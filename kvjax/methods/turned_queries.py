@@ -80,7 +80,8 @@ class TurnedQueries(Scorer):
 
         blocks = (
             cut(observation.q, 3, QUERIES_AT_ONCE),
-            *(cut(x, 1, QUERIES_AT_ONCE, -1) for x in (observation.pos, behind)),
+            cut(observation.pos, 1, QUERIES_AT_ONCE, -1),
+            cut(behind, 1, QUERIES_AT_ONCE, -1),
         )
         heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,6 +11,7 @@ from kvjax.cache.hold.codecs import Codec
 from kvjax.cache.hold.separable import SeparableTokens
 from kvjax.cache.hold.tier import Tiers
 from kvjax.cache.method import Method
+from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.representatives import fraction_of
 from kvjax.cache.select.units import top
@@ -57,7 +57,7 @@ class Unimportant(Tiers):
     def room(self, kept: int) -> int:
         return kept - fraction_of(self.least, kept)
 
-    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)

@@ -28,7 +28,7 @@ def texts(template: ChatTemplate | None, messages: Messages) -> list[str]:
     return template.render([[dict(message) for message in conversation] for conversation in conversations])
 
 
-def _conversations(messages: Messages) -> list[Sequence[Any]]:
+def _conversations(messages: Messages) -> list[Any]:
     """A batch, of one conversation where only one was given."""
     batch = [messages] if _is_list(messages) and messages and isinstance(messages[0], Mapping) else messages
     if not _is_list(batch):

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         c = self.config
-        init = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ("V", "D"))
+        init: Any = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ("V", "D"))
         self.embedding = self.param("embedding", init, (c.vocab_size, c.width), self.dtype)
         self.blocks = [Layer(c, i, self.dtype, name=f"layer_{i}") for i in range(c.layers)]
         self.final_norm = RMSNorm(c.width, c.norm_eps, dtype=self.dtype)

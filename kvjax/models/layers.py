@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,9 +24,8 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = self.param(
-            "scale", nn.with_logical_partitioning(nn.initializers.ones, (self.axis,)), (self.size,), self.dtype
-        )
+        ones: Any = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        scale = self.param("scale", ones, (self.size,), self.dtype)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
         return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
@@ -47,10 +47,10 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         names, shape, n = tuple(self.axes.split()), tuple(self.shape), self.contract
         size_in, size_out, lead = math.prod(shape[:n]), math.prod(shape[n:]), x.shape[: x.ndim - n]
-        init = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
+        init: Any = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
         kernel = self.param("kernel", init, shape, self.dtype)
         y = matmul(x.reshape(-1, size_in), kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
         if self.bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
+            zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])
             y = y + jnp.expand_dims(self.param("bias", zeros, shape[n:], self.dtype), range(len(lead)))
         return y

@@ -52,7 +52,9 @@ def _symbols(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.choice(SYMBOLS, n, replace=False)
 
 
-def _scatter(rng: np.random.Generator, length: int, facts: list[np.ndarray], filler: Filler, cuts=None):
+def _scatter(
+    rng: np.random.Generator, length: int, facts: list[np.ndarray], filler: Filler, cuts: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """A context of `length` tokens holding the facts in order, filler between them -> (context, start of each fact)."""
     room = length - sum(map(len, facts))
     if room < 0:
@@ -64,8 +66,8 @@ def _scatter(rng: np.random.Generator, length: int, facts: list[np.ndarray], fil
     return np.concatenate([*parts, text[cuts[-1] :]]).astype(np.int32), cuts + before
 
 
-def _question(prompt, answer, start: int, length: int, ordered: bool = True) -> Question:
-    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), start / length, ordered)
+def _question(prompt, answer, start: int | np.ndarray, length: int, ordered: bool = True) -> Question:
+    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), int(start) / length, ordered)
 
 
 def recall(
@@ -153,7 +155,7 @@ def multiquery(
     context, starts = _scatter(rng, length, [np.array([PAIR, k, v]) for k, v in zip(keys, values, strict=True)], filler)
     chosen = [rng.permutation(pairs)[:asked] for _ in range(questions)]
 
-    def cut(i: int) -> Question:
+    def cut(i: np.ndarray) -> Question:
         return _question([ASK, *keys[i]], values[i], starts[i].min(), length)
 
     return Instance("multiquery", context, tuple(map(cut, chosen)))

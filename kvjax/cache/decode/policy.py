@@ -6,7 +6,7 @@ which token is where, and a token leaves by setting its `pos` to -1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,9 @@ from jax import lax
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class Policy:
@@ -27,33 +30,37 @@ class Policy:
     num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
     needs_weights = False  # whether `after_token` wants the attention weights of a step
 
-    def num_slots(self, layer: Any) -> int:
+    def num_slots(self, layer: MethodLayer) -> int:
         """Slots that the layer takes: the tokens that stay after a step, and the next one."""
         raise NotImplementedError
 
-    def num_kept(self, layer: Any, prompt: int) -> int:
+    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
         """Most tokens that a prompt of this length leaves."""
         return min(prompt, self.num_slots(layer) - 1)
 
-    def init(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[Array, Any]:
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Any]:
         """Which tokens of a prompt stay: (their slots in the block, i32[B 1|K n], -1 in unused places; the marks)."""
         raise NotImplementedError
 
-    def before_token(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """The state before a token with query q [B K G 1 H] at q_pos i32[B 1] comes in; the base changes nothing."""
         return state
 
-    def after_token(self, layer: Any, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
+    ) -> tuple[Array, Any]:
         """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left.
 
         It runs for rows that got no token, too, whose q_pos is -1: their pos and marks have to stay as they are.
         """
         raise NotImplementedError
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other slots of the method that this policy cannot work with."""
 
-    def index(self, layer: Any, held: Array, pos: Array) -> Array:
+    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         """Positions counted inside the cache: of tokens at pos i32[B 1|K T], among those held i32[B 1|K S]."""
         later = jnp.iinfo(jnp.int32).max
         order = jnp.sort(jnp.where(held < 0, later, held), -1)

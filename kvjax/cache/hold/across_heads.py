@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -44,8 +44,8 @@ class AcrossHeads(CodecWrapper):
     means: Given | None = None
     spec: LayerSpec | None = None  # of the layer, from `at`
 
-    pre_rope = True
-    supports_eviction = False  # a slot of all heads together cannot be written for one of them
+    pre_rope: ClassVar[bool] = True
+    supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
     def by_head(self) -> bool:
@@ -77,6 +77,7 @@ class AcrossHeads(CodecWrapper):
 
     def gather(self, stored: Reordered, idx: Array) -> Array:
         """Of the slots that any head asks for all places are fetched, since each key is made of them."""
+        assert self.spec is not None
         B, here, n = idx.shape
         asked = over_heads.gather(idx).reshape(B, 1, -1)
         held = self.inner.gather(stored.rows, jnp.broadcast_to(asked, (B, here, asked.shape[2])))
@@ -93,16 +94,19 @@ class AcrossHeads(CodecWrapper):
     @property
     def _together(self) -> int:
         """How many channels are rotated together."""
+        assert self.spec is not None
         return math.gcd(self.heads, self.spec.num_kv_heads) * self.spec.head_dim
 
     def _mean_key(self) -> Array:
         """f32[1 K*H]: the mean of the rotated keys that the table was made of."""
+        assert self.spec is not None and self.means is not None
         K, H = self.spec.num_kv_heads, self.spec.head_dim
         mean = self.means.of(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._turned(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
     def _order(self, sums: Array, here: int) -> Array:
         """i32[1|B K H]: the channels in the places of this device's heads, by sums f32[1|B C] of all channels."""
+        assert self.spec is not None
         order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
         places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
         return lax.dynamic_slice_in_dim(places, over_heads.first(here), here, 1)

@@ -132,8 +132,8 @@ class ChunkCodec(Codec):
         return dataclasses.replace(
             stored,
             codes=memory.append(stored.codes, self._words(coded.codes), at, due),
-            own=None if own is None else memory.append(own, coded.own, at, due),
-            shared=None if shared is None else memory.append(shared, coded.shared, chunk, due),
+            own=None if own is None or coded.own is None else memory.append(own, coded.own, at, due),
+            shared=None if shared is None or coded.shared is None else memory.append(shared, coded.shared, chunk, due),
             num_quantized=jnp.where(due, stored.num_quantized + self.every, stored.num_quantized),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -11,11 +11,14 @@ from kvjax.cache.hold.tier import Tiers
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.read.full import Full
 from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.select.representatives import fraction_of
+from kvjax.cache.select.representatives import Count, fraction_of
 from kvjax.cache.select.units import gather, slots_where, top
 from kvjax.core.attention import NEG, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 @pytree
@@ -52,18 +55,22 @@ class SharedDirections(Tiers):
 
     def at(self, spec: LayerSpec) -> SharedDirections | None:
         """The lower or the upper layer of a pair; None below the first pair, and in a last layer without another."""
+        assert spec.index is not None
         place = spec.index - fraction_of(self.start, spec.num_layers)
         lower = place % 2 == 0
         if place < 0 or (lower and spec.index + 1 == spec.num_layers):
             return None
         return dataclasses.replace(self, paired_layer=1 if lower else -1)
 
-    def num_main_slots(self, kept: int) -> int:
+    def num_main_slots(self, kept: Count) -> Count:
         """Of so many tokens, an int or i32[B], those that stay exact."""
         return kept - fraction_of(1 - self.share, kept)
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Merged]:
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Merged]:
         most = self._most(layer, block.pos.shape[2], slots)
+        assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
@@ -71,7 +78,7 @@ class SharedDirections(Tiers):
         there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
         return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
 
-    def _merged(self, layer: Any, mine: KVBlock, other: KVBlock) -> Merged:
+    def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""
         lengths = by_length(mine.k)[0], by_length(mine.v)[0]
         if self.paired_layer < 0:
@@ -80,14 +87,14 @@ class SharedDirections(Tiers):
         held = layer.as_held(KVBlock(k, v, mine.pos))  # lengths do not change when keys lose their rotation
         return Merged(layer.k.encode(held, mine.pos), layer.v.encode(v, mine.pos), *lengths, mine.pos)
 
-    def open_pair(self, layer: Any, store: Merged, cross_layer: Any) -> tuple[Merged, Any]:
+    def open_pair(self, layer: MethodLayer, store: Merged, cross_layer: Any) -> tuple[Merged, Any]:
         if self.paired_layer < 0:
             k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
         k, v = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: Merged = state.side_store
 
         def attend(q: Array, q_pos: Array) -> Partial:
@@ -97,10 +104,10 @@ class SharedDirections(Tiers):
 
         return by_query_blocks(attend, q, q_pos, 512)
 
-    def visible_block(self, layer: Any, store: Merged) -> None:
+    def visible_block(self, layer: MethodLayer, store: Merged) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         super().check(layer)
         m = layer.method

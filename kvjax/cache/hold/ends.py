@@ -30,6 +30,7 @@ class Ends(Codec):
         return self.inner.is_smooth
 
     def at(self, spec: LayerSpec) -> Codec:
+        assert spec.index is not None
         exact = min(self.layers, spec.num_layers // 2)
         return bind_component(self.inner, spec) if exact <= spec.index < spec.num_layers - exact else Plain()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed
 from kvjax.core.types import Array, KVBlock, Partial
 
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
+
 
 def fits(k: Any, v: Any) -> bool:
     """Keys by channel and values by token, in equal bits, on the device."""
@@ -21,9 +24,10 @@ def fits(k: Any, v: Any) -> bool:
     return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
 
 
-def read(layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+def read(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """q [B K G T H] over all slots: what both hold as codes in the kernel, the newest R + 1 slots or so plainly."""
     k, v, window = layer.k, layer.v, layer.spec.window
+    assert isinstance(k, Kivi) and isinstance(v, Kivi)
     settled = jnp.minimum(state.k.num_quantized, state.v.num_quantized)
     interpret = jax.default_backend() != "gpu"
     k_codes, v_codes = k.codes(state.k), v.codes(state.v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,7 @@ class LowRank(Codec):
         if self.heads == 1:
             return own.astype(x.dtype)
         B, K, T, r = own.shape
+        assert self.spec is not None
         size, every = group_size(self.heads, self.spec), self.spec.num_kv_heads
         member = self._groups(K)[:, None] == jnp.arange(every // size, dtype=jnp.int32)[None]
         sums = jnp.einsum("bktr,ku->btur", own, member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
@@ -112,6 +114,7 @@ class LowRank(Codec):
 
     def _groups(self, here: int) -> Array:
         """i32[K]: the group of each head of this device."""
+        assert self.spec is not None
         return (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
 
     def _all(self, stored: Low) -> Array:
@@ -155,12 +158,13 @@ class FromTable(LowRank):
         return self.of == "bare_keys"
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = super().at(spec)
+        bound = cast(FromTable, super().at(spec))
         bound._given()  # a table that does not fit is told when the method is bound
         return bound
 
     def _given(self) -> tuple[np.ndarray, np.ndarray]:
         """The first directions f32[K H r], and the mean f32[K H]."""
+        assert self.spec is not None and self.table is not None
         K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
@@ -191,6 +195,7 @@ class Fitted(LowRank):
     pre_rope: bool = False
 
     def directions(self, x: Array) -> tuple[Array, None]:
+        assert self.spec is not None
         vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)

@@ -81,6 +81,7 @@ class NonUniform(ChunkCodec):
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         ends = shared if self.axis == "channel" else own
+        assert ends is not None
         half, middle = jnp.split(ends.astype(jnp.float32), 2, -1)
         level = jnp.asarray(self._levels()[1])[codes.astype(jnp.int32)]
         return (level * half + middle).astype(ends.dtype)
@@ -89,6 +90,7 @@ class NonUniform(ChunkCodec):
         """f32[2 2^bits]: see `Levels`."""
         if self.given is None:
             return np.stack([normal_float(self.bits)] * 2)
+        assert self.spec is not None
         return self.given.of(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.select.representatives import check_share, fraction_of
+from kvjax.cache.select.representatives import Count, check_share, fraction_of
 from kvjax.cache.select.units import slots_where, top
 from kvjax.core import memory
 from kvjax.core.types import Array, pytree
@@ -28,7 +28,7 @@ class Outliers:
     def __post_init__(self):
         check_share(self.share)
 
-    def on_a_side(self, length: Array | int) -> Array | int:
+    def on_a_side(self, length: Count) -> Count:
         """How many of the largest, and of the smallest, of so many numbers are outliers."""
         return fraction_of(self.share / 2, length)
 

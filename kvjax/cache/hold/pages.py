@@ -9,7 +9,7 @@ n tokens in the mean has room for floor(K (n + page - 1) / page) pages: each hea
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from kvjax.core.attention import NEG, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 FEW_QUERIES = 16
 """Queries of a head up to which short pages are read with their logits side by side."""
@@ -69,9 +72,12 @@ class Pages(SideStore):
         """None of the prompt's tokens stay in the slots."""
         return 0
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Shelves]:
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Shelves]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
+        assert select is not None
         most, share = select.most_of(block.pos.shape[2]), self.share
         if observation is not None and observation.num_kept is not None:
             share = Counted(observation.num_kept, select.unit.size)
@@ -94,7 +100,7 @@ class Pages(SideStore):
         tokens = self.share.tokens_by_length(longest)
         return None if tokens is None else (-(-tokens // self.page)).sum(1)
 
-    def _pages(self, layer: Any, most: int, width: int) -> int:
+    def _pages(self, layer: MethodLayer, most: int, width: int) -> int:
         """Pages of a shelf for prompts of up to `width` tokens, of which each head keeps `most` in the mean."""
         K = layer.spec.num_kv_heads
         if (known := self._known_pages(width)) is not None:
@@ -115,7 +121,10 @@ class Pages(SideStore):
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def _shelved(self, layer: Any, kept: KVBlock, pages: int) -> Shelves:
+    def with_room_for(self, slots: int) -> Pages:
+        return dataclasses.replace(self, slots_per_head=slots)
+
+    def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> Shelves:
         """Heads with their tokens at the front -> the shelves of this device, so many pages each.
 
         Each device sees for once what the heads of all devices keep.
@@ -138,7 +147,7 @@ class Pages(SideStore):
         k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
         return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Each page by the queries of its owner, then the pages of each head as one."""
         store: Shelves = state.side_store
         layer, (B, here) = self._in_pages(layer), q.shape[:2]
@@ -163,7 +172,7 @@ class Pages(SideStore):
 
         return by_query_blocks(attend, q, q_pos, 64)
 
-    def _in_pages(self, layer: Any) -> Any:
+    def _in_pages(self, layer: MethodLayer) -> Any:
         """The layer, with what its codecs hold pages with."""
         k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
         return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
@@ -200,14 +209,14 @@ class Pages(SideStore):
         mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
         return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
 
-    def visible_block(self, layer: Any, store: Shelves) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: Shelves) -> KVBlock:
         """All shelves in a row, for each head."""
         layer = self._in_pages(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
         return KVBlock(k, v, self.positions(store))
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
         m = layer.method
         if m.select is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -30,8 +30,8 @@ class Recent(CodecWrapper):
 
     window: int = 32
 
-    sequential_writes = True  # what a query sees exactly depends on its own time
-    supports_eviction = False  # the window is counted in slots
+    sequential_writes: ClassVar[bool] = True  # what a query sees exactly depends on its own time
+    supports_eviction: ClassVar[bool] = False  # the window is counted in slots
 
     def __post_init__(self):
         if self.window < 1:

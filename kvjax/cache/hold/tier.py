@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,9 @@ from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import NEG, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 @pytree
@@ -46,7 +49,7 @@ class Tiers(SideStore):
         """Of so many tokens that a prompt leaves, at most how many go into the low tier."""
         return kept - self.num_main_slots(kept)
 
-    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier; in each head of a row equally many."""
         raise NotImplementedError
 
@@ -54,7 +57,9 @@ class Tiers(SideStore):
         """The store of the tokens `there` of a block."""
         return Low(self.k.encode(there.k, there.pos), self.v.encode(there.v, there.pos), there.pos, there.bias)
 
-    def split(self, layer: Any, block: KVBlock, observation: Observation | None, slots: int) -> tuple[KVBlock, Low]:
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Low]:
         most = self._most(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
             block = layer.selected(block, observation, most)
@@ -64,14 +69,14 @@ class Tiers(SideStore):
         there = gather(block, slots_where(low, max(self.room(most), 1)))
         return here, self.held(there, block, observation)
 
-    def _most(self, layer: Any, width: int, slots: int) -> int:
+    def _most(self, layer: MethodLayer, width: int, slots: int) -> int:
         """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
         method = layer.method
         if method.select is not None and method.layer_budgets is None:
             width = method.select.most_of(width)
         return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
 
-    def read(self, layer: Any, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store = state.side_store
         keys, values = self.k.load(store.k), self.v.load(store.v)
 
@@ -95,7 +100,7 @@ class Tiers(SideStore):
         slots = store.pos.shape[2]
         return bytes_beyond(store, slots, [min(self.room(kept), slots)] * store.pos.shape[0])
 
-    def visible_block(self, layer: Any, store: Low) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: Low) -> KVBlock:
         return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)
 
 
@@ -126,7 +131,7 @@ class Tier(Tiers):
     def num_main_slots(self, kept: int) -> int:
         return kept - fraction_of(self.share, kept)
 
-    def chosen(self, layer: Any, block: KVBlock, observation: Observation | None) -> Array:
+    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.read import fused
 from kvjax.cache.read.reader import Reader, ReadResult, attended, by_query_blocks, logits
 from kvjax.core.types import Array, KvjaxError, Partial
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Full(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,

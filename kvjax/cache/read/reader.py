@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class ReadResult(NamedTuple):
@@ -53,7 +56,7 @@ class Reader:
         """The part of `reader_state` that the first tokens fill, as in `Codec.filled`."""
         return reader_state
 
-    def crop(self, layer: Any, state: LayerState) -> Any:
+    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
         """What the reader keeps of a state whose last tokens have been taken back, `state.pos` says which are left."""
         if state.reader_state is None:
             return None
@@ -63,7 +66,7 @@ class Reader:
         )
 
     def read(
-        self, layer: Any, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
+        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
     ) -> ReadResult:
         """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
 
@@ -73,7 +76,7 @@ class Reader:
         raise NotImplementedError
 
 
-def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
+def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
@@ -86,8 +89,9 @@ def logits(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> 
     return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
 
 
-def _indexed_scores(layer: Any, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
+def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
+    assert layer.method.decode is not None
     rope, index = layer.spec.rope, layer.method.decode.index
     turned = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
     bare = rope.unrotate_queries(q, q_pos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from kvjax.core.attention import NEG, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class Index:
@@ -128,7 +131,7 @@ class Retrieve(Reader):
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         return self.index.append(reader_state, jax.tree.map(lax.stop_gradient, new), at)
 
-    def crop(self, layer: Any, state: LayerState) -> Any:
+    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
         """The summaries of the tokens that are left, from their keys, where these are held exactly."""
         if layer.k.on_device() != Plain():
             raise IncompatibleMethod(
@@ -140,7 +143,7 @@ class Retrieve(Reader):
 
     def read(
         self,
-        layer: Any,
+        layer: MethodLayer,
         state: LayerState,
         q: Array,
         q_pos: Array,
@@ -151,7 +154,9 @@ class Retrieve(Reader):
             self.found(layer, state, q, q_pos, q, state.reader_state), state.reader_state, cross_layer=cross_layer
         )
 
-    def found(self, layer: Any, state: LayerState, q: Array, q_pos: Array, asking: Array, reader_state: Any) -> Partial:
+    def found(
+        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, asking: Array, reader_state: Any
+    ) -> Partial:
         """Attention of queries to what others, asking [B K G T H] in their place, find in the index."""
         summary, own_slots = self.index.load(reader_state), slots_of_queries(state, q_pos)
 
@@ -179,7 +184,7 @@ class Retrieve(Reader):
         slots = jnp.concatenate([sinks, recent], -1)
         return jnp.where(slots <= own[..., None], slots, -1)
 
-    def _best(self, layer: Any, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
+    def _best(self, layer: MethodLayer, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
         """Slots i32[B 1|K 1|G T n], -1 in unused places, of the best units that begin before slot start i32[B T]."""
         size, S, window = self.index.size, state.pos.shape[2], layer.spec.window
         first = jnp.arange(score.shape[-1], dtype=jnp.int32) * size
@@ -206,6 +211,7 @@ def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array
     """
     newest = over_heads.max(state.pos.max(2))  # [B 1]
     ahead = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+    assert state.n is not None
     n = state.n[:, None]
 
     def slots(some: Array) -> Array:
@@ -214,7 +220,7 @@ def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array
     return slots
 
 
-def attend_slots(layer: Any, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:
+def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:
     """Queries q [B K G T H] at q_pos i32[B T] over slots of their own, i32[B K G|1 T n], -1 in unused places.
 
     Only these rows are fetched from the codecs. No slot may be named twice.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,9 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 SHARED_ROUNDING = 16
 """A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
@@ -25,11 +28,11 @@ class LayerBudgets:
     # whether `allocate_tokens` tells them for each head, which takes a store for heads of unequal length
     by_head = False
 
-    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Any:
+    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Any:
         """What the shares are made of, from one layer's prompt: arrays [B ...], as f32[B]."""
         raise NotImplementedError
 
-    def allocate_tokens(self, layer: Any, measures: Any, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: MethodLayer, measures: Any, lengths: Array) -> Array:
         """Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
 
         Args:
@@ -39,7 +42,7 @@ class LayerBudgets:
         """
         raise NotImplementedError
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         """Raises KvjaxError for other slots of the method that this one cannot work with."""
 
 
@@ -94,6 +97,7 @@ class Table(HeadBudgets):
     weights: tuple[tuple[float, ...], ...]
 
     def at(self, spec: LayerSpec) -> Table:
+        assert spec.index is not None
         if len(self.weights) != spec.num_layers or len(self.weights[spec.index]) != spec.num_kv_heads:
             sizes = f"{len(self.weights)} layers of {sorted({len(row) for row in self.weights})} heads"
             raise KvjaxError(

@@ -151,9 +151,10 @@ class Pyramid(Budget):
         return self.kept(4 * round(self.tokens) + 4 * self.window)
 
     def _authors(self, length: int) -> int:
-        base = self.tokens - self.window
-        if length <= self.tokens or length < 2 * base or self.layers == 1:
-            return self.tokens
+        tokens = int(self.tokens)
+        base = tokens - self.window
+        if length <= tokens or length < 2 * base or self.layers == 1:
+            return tokens
         least = base // self.beta
         most = 2 * base - least
         if most >= length - self.window:
@@ -183,6 +184,7 @@ class Table(Budget):
             _positive(n)
 
     def at(self, spec: LayerSpec) -> Uniform:
+        assert spec.index is not None
         n = spec.num_layers
         if len(self.tokens) != n:
             raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")

@@ -25,6 +25,7 @@ class Channels(Kind):
     num_queries = None
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
         B, K, _, _ = block.k.shape
         full = (block.pos >= 0)[:, :, None, :, None]
         product = jnp.abs(observation.q.astype(jnp.float32) * block.k.astype(jnp.float32)[:, :, None])

@@ -52,6 +52,8 @@ class Convolutions(Kind):
             raise KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
+
         def cut(x: Array, axis: int) -> Array:
             x = lax.slice_in_dim(x, 0, min(self.length, x.shape[axis]), axis=axis)
             grow = [(0, self.length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]

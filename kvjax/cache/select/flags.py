@@ -24,5 +24,5 @@ class Flagged(HeadBudgets):
     def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         B, K, U = scores.shape
         flagged = allowed[:, None] & (scores > self.above)
-        by_unit = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, flagged))
-        return top(*by_unit, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
+        scores, flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, flagged))
+        return top(scores, flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)

@@ -68,6 +68,7 @@ class Gates(Kind):
             raise KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
         earlier, later = halves(block, observation)
         received, asking = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
         asked = earlier[:, :1] & (asking[:, :1] > 0)
@@ -89,6 +90,7 @@ class Gates(Kind):
     def _alike(self, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
         """What each token mixes of hidden states like its own, f32[B T D], and what the projection is scaled by."""
         real = (observation.pos >= 0)[:, None, :, None]
+        assert observation.hidden_states is not None
         x = jnp.where(real, observation.hidden_states.astype(jnp.float32), 0.0)
         tokens = jnp.maximum(real.sum((2, 3), dtype=jnp.float32), 1.0)
         power = jnp.maximum(jnp.square(x).sum((2, 3)) / tokens, 1e-12)

@@ -33,6 +33,7 @@ class HeadWeights(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         bare_k = jnp.where((block.pos >= 0)[..., None], spec.rope.unrotate(block.k, block.pos), 0.0)
+        assert observation is not None
         real = (observation.pos >= 0)[:, None, None, :, None]
         bare_q = jnp.where(real, spec.rope.unrotate_queries(observation.q, observation.pos), 0.0)
         tokens = jnp.maximum(real.sum(3, keepdims=True, dtype=jnp.float32), 1.0)
@@ -63,10 +64,11 @@ class RetrievalHeads(Kind):
         return [once.tolist() * COPIES]
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
         size = min(64, observation.pos.shape[1])
         some = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1)
         period = jnp.maximum((block.pos >= 0).sum(2, dtype=jnp.int32) // COPIES, 1)[:, :, None, None]
-        found = lax.map(lambda xs: _looked_back(block, *xs, period, spec.window), some)
+        found = lax.map(lambda xs: _looked_back(block, xs[0], xs[1], period, spec.window), some)
         return jax.tree.map(lambda x: x.sum(0), found)
 
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:

@@ -13,6 +13,7 @@ from kvjax.cache.given import Given
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budget_allocation import HeadBudgets, match_total
 from kvjax.cache.select.budgets import Budget
+from kvjax.cache.select.representatives import Count
 from kvjax.core.types import Array, KvjaxError
 
 ALL = 2**30
@@ -51,7 +52,7 @@ class Lengths(HeadBudgets, Budget):
         total = jnp.minimum(parts.sum(0, dtype=jnp.int32), len(self.tokens) * quota)
         return match_total(parts, total, jnp.zeros_like(quota), free).T
 
-    def _growing(self, length: Array | int) -> Array | int:
+    def _growing(self, length: Count) -> Count | int:
         """The least that a head keeps of rows of so many tokens, if they have it."""
         return length // self.part + self.beside if self.part else 0
 

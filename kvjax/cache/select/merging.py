@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.protocol import LayerSpec
@@ -23,6 +24,7 @@ class MergeRule(Protocol):
 
         Slots keep their positions. A slot that stands for several tokens may say so in `KVBlock.bias`.
         """
+        ...
 
 
 class Lost(NamedTuple):
@@ -68,7 +70,7 @@ def arriving(x: Array, slot: Array, slots: int) -> Array:
     return jnp.zeros((B, K, slots, *x.shape[3:]), x.dtype).at[index].add(x, mode="drop")
 
 
-def mixed(kept: Array, own: Array | float, lost: Array, by: Array, slot: Array, whole: Array) -> Array:
+def mixed(kept: Array, own: Array | float | np.float32, lost: Array, by: Array, slot: Array, whole: Array) -> Array:
     """Rows kept [B K n H] times `own`, plus lost rows [B K T H] times by f32[B K T] at their slots, over the whole.
 
     whole: f32[B K n]. Computed in float32; a row where nothing arrives stays as it is, bit for bit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -16,6 +16,9 @@ from kvjax.core.attention import NEG
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.cache.method_layer import MethodLayer
 
 
 class Candidates(NamedTuple):
@@ -51,7 +54,8 @@ class ModelRanking(LayerBudgets):
                 f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same"
             )
 
-    def measure(self, layer: Any, block: KVBlock, observation: Observation | None) -> Candidates:
+    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Candidates:
+        assert layer.method.select is not None
         return self.rescale(layer.method.select.candidates(block, observation, layer.spec))
 
     def rescale(self, found: Candidates) -> Candidates:
@@ -64,7 +68,8 @@ class ModelRanking(LayerBudgets):
         scaled = found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30)
         return found._replace(scores=jnp.where(scored, scaled, found.scores))
 
-    def allocate_tokens(self, layer: Any, measures: Candidates, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Array:
+        assert layer.method.select is not None
         L, B, K, U = measures.scores.shape
         scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, L * K, U)
         quota = jnp.repeat(measures.quota.T, K, 1)  # i32[B L*K]
@@ -78,7 +83,7 @@ class ModelRanking(LayerBudgets):
         won = jnp.moveaxis(best.sum(-1, dtype=jnp.int32), 1, 0)
         return measures.always[:, :, None] + won * layer.method.select.unit.size
 
-    def check(self, layer: Any) -> None:
+    def check(self, layer: MethodLayer) -> None:
         method = layer.method
         if method.side_store is None or not method.side_store.by_head:
             raise IncompatibleMethod(
@@ -86,6 +91,7 @@ class ModelRanking(LayerBudgets):
                 "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "
                 "adakv:scope=model'"
             )
+        assert method.select is not None
         scorer = method.select.scorer
         if not (scorer.comparable or self.normalise):
             raise IncompatibleMethod(

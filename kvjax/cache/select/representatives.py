@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
 
 from kvjax.core.types import Array, KvjaxError
 
@@ -21,13 +23,20 @@ class Units(NamedTuple):
 class Representatives(Protocol):
     """Which of the lost units are kept after all, to stand for the others."""
 
-    share: float  # of the units that the budget has room for: what representatives take, rounded down
+    @property
+    def share(self) -> float:
+        """The fraction of the units that the budget has room for which representatives take, rounded down."""
+        ...
 
     def choose(self, units: Units, count: Array, places: int) -> Array:
         """At most `count` i32[B] of each row's candidates -> distinct units i32[B places], -1 where there is none."""
+        ...
 
 
-def fraction_of(share: float, units: Array | int) -> Array | int:
+Count = TypeVar("Count", int, Array, np.ndarray)
+
+
+def fraction_of(share: float, units: Count) -> Count:
     """floor(share * units) in integers, so that 0.7 of 10 is 7; share to the nearest n / d with d up to 1000."""
     f = Fraction(share).limit_denominator(1000)
     return units * f.numerator // f.denominator

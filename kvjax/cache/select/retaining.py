@@ -80,6 +80,7 @@ class RetainingHeads(Kind):
             raise KvjaxError(f"ridge must be at least 1, got {self.ridge}; 1000 adds a thousandth of the variance")
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
         earlier, later = halves(block, observation)
         target = greatest_logits(block, observation, later, spec.window)
         asked = earlier[:, :1] & over_heads.any(target > NEG / 2)  # a sliding window hides some from all that ask

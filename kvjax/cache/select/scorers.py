@@ -159,9 +159,9 @@ class Accumulated(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         obs = self.require_observation(observation)
         age = jnp.maximum(obs.pos.max(-1, keepdims=True) - obs.pos, 0).astype(jnp.float32)
-        heads, observation = attention_mass(block, obs, jnp.exp(age * np.float32(np.log(self.decay))), spec.window)
+        heads, asking = attention_mass(block, obs, jnp.exp(age * np.float32(np.log(self.decay))), spec.window)
         if self.normalise == "visible":
-            heads = heads / jnp.maximum(observation, 1e-30)[:, :, None]
+            heads = heads / jnp.maximum(asking, 1e-30)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 
 

@@ -8,9 +8,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.select.budget_allocation import HeadBudgets
@@ -134,7 +134,7 @@ class Selection:
         places = 0
         if representatives is not None:
             places = fraction_of(representatives.share, max(slots - self.sinks - self.recent, 0) // self.unit.size)
-        if places:
+        if representatives is not None and places:
             taken = self._representatives(block, scores.per_query_head, part, representatives, places, best)
         allowed = evictable(part, by_units.shape[2]) & ~taken
         chosen = best(allowed, taken.sum(-1, dtype=jnp.int32)) | taken[:, None]
@@ -168,7 +168,7 @@ class Selection:
                 f"{type(self.scorer).__name__}.scores must return token_scores(x, block) of an x f32[B K S], here "
                 f"{want}, and returned {said}"
             )
-        if not isinstance(scores.per_kv_head, jax.core.Tracer):
+        if not isinstance(scores.per_kv_head, Tracer):
             nan, real = np.isnan(np.asarray(scores.per_kv_head, np.float32)), np.asarray(block.pos) >= 0
             if (nan & real).any():
                 raise KvjaxError(f"{type(self.scorer).__name__}.scores gives NaN, which would win over every number")

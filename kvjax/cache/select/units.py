@@ -13,11 +13,12 @@ tokens of every head, and all of them if it has no more than `keep`.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, KvjaxError
@@ -26,18 +27,29 @@ from kvjax.core.types import Array, KVBlock, KvjaxError
 class Unit(Protocol):
     """What is kept or dropped as a whole."""
 
-    size: int  # consecutive tokens
-    score: str  # of a unit, from its tokens' scores: "sum", "mean" or "max"
-    aligned: bool  # whether units are the pages of the row, counted from its very first token
+    @property
+    def size(self) -> int:
+        """Consecutive tokens."""
+        ...
+
+    @property
+    def score(self) -> str:
+        """Of a unit, from its tokens' scores: "sum", "mean" or "max"."""
+        ...
+
+    @property
+    def aligned(self) -> bool:
+        """Whether units are the pages of the row, counted from its very first token."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
     """Each token alone."""
 
-    size: ClassVar[int] = 1
-    score: ClassVar[str] = "sum"
-    aligned: ClassVar[bool] = False
+    size = 1
+    score = "sum"
+    aligned = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Chunk:
 
     size: int
     score: str = "sum"
-    aligned: ClassVar[bool] = False
+    aligned = False
 
     def __post_init__(self):
         if self.size < 1:
@@ -59,7 +71,7 @@ class Chunk:
 class Page(Chunk):
     """Chunks that are the row's pages of `size` tokens: the sinks must fill whole pages."""
 
-    aligned: ClassVar[bool] = True
+    aligned = True
 
 
 class Split(NamedTuple):
@@ -84,7 +96,7 @@ def check(pos: Array, keep: Array, slots: int, sinks: int, recent: int, unit: Un
         )
     if slots < min(pos.shape[-1], sinks + recent):
         raise KvjaxError(f"a budget of {slots} tokens is below {always}; use at least {sinks + recent}")
-    if isinstance(pos, jax.core.Tracer) or isinstance(keep, jax.core.Tracer):
+    if isinstance(pos, Tracer) or isinstance(keep, Tracer):
         return
     lengths = (np.asarray(pos)[:, 0] >= 0).sum(-1)
     for row, (n, length) in enumerate(zip(np.asarray(keep).tolist(), lengths.tolist(), strict=True)):

@@ -81,8 +81,8 @@ def reference(
         return _nothing(q)
     below = jnp.arange(plan.slots, dtype=jnp.int32)[None, None] < settled[:, None, None]
     pos = jnp.where(below, pos, -1)
-    v = jnp.where((pos >= 0)[..., None], values(v, bits), 0.0)  # what an empty slot holds: 0 * inf would be NaN
-    return attend_dense(q.astype(jnp.float32), KVBlock(keys(k, bits), v, pos), q_pos, window)
+    mixed = jnp.where((pos >= 0)[..., None], values(v, bits), 0.0)  # what an empty slot holds: 0 * inf would be NaN
+    return attend_dense(q.astype(jnp.float32), KVBlock(keys(k, bits), mixed, pos), q_pos, window)
 
 
 def keys(k: Codes, bits: int) -> Array:

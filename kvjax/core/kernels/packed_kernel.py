@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +80,15 @@ class Plan:
 
 
 class Refs(NamedTuple):
-    """What a program reads of its row and head."""
+    """What a program reads of its row and head: references of Pallas."""
 
     k_words: Array
     k_scale: Array
     k_lo: Array
     v_words: Array
-    v_scale: Array
-    v_lo: Array
-    pos: Array
+    v_scale: Any
+    v_lo: Any
+    pos: Any
 
 
 def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_ref, o_ref, m_ref, l_ref):

@@ -127,7 +127,7 @@ def _specache(run: Run, width: int) -> Iterator[Finding]:
         exact = own["residual"] + own["topk"]
         gaps = {x: abs(k["residual"] - exact) for x, k in kivi.items() if all(k[c] == own[c] for c in codes)}
         if gaps:
-            yield from _compare(run, name, min(gaps, key=gaps.get))
+            yield from _compare(run, name, min(gaps, key=gaps.__getitem__))
 
 
 def _kvcrush(run: Run) -> Iterator[Finding]:
@@ -172,11 +172,13 @@ def _streaming(run: Run) -> Iterator[Finding]:
 
 def _eviction_later(run: Run) -> Iterator[Finding]:
     for name, d in _later(run, lambda m: m.traits.evicts):
+        assert run.full is not None
         yield _found(name, run.full, LATER, better(dataclasses.replace(d, mean=-d.mean)), d)  # a loss is expected
 
 
 def _offloading_later(run: Run) -> Iterator[Finding]:
     for name, d in _later(run, lambda m: m.traits.host and not m.traits.evicts):
+        assert run.full is not None
         yield _found(name, run.full, LATER, near(d), d)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -145,7 +145,7 @@ def percents(axis: Axis, whole: float = 1.0) -> None:
     # Half a thousandth of a point, as a limit may lie that much beside a tick.
     ticks = [round(t, 6) for t in ticks if 100 * inside[0] / whole - 5e-4 <= t <= 100 * inside[1] / whole + 5e-4]
     axis.set_ticks([t * whole / 100 for t in ticks], [f"{t:g}" for t in ticks])
-    ax, is_x = axis.axes, axis.axis_name == "x"
+    ax, is_x = axis.axes, isinstance(axis, XAxis)
     (ax.set_xlim if is_x else ax.set_ylim)(low, high)
     if not ax.spines["right" if is_x else "top"].get_visible():  # a frame on all sides is not opened
         ax.spines["bottom" if is_x else "left"].set_bounds(*inside)
@@ -229,7 +229,7 @@ def needles(records: Iterable[Record]) -> dict[str, list[Panel]]:
     found = {}
     for task, methods in cells.items():
         every = {key for grid in methods.values() for key in grid}
-        depths, lengths = (sorted({key[i] for key in every}) for i in (0, 1))
+        depths, lengths = sorted({depth for depth, _ in every}), sorted({length for _, length in every})
         # Depths by chance leave holes, or are more than these.
         if 1 < len(depths) <= MOST_DEPTHS and (task in planned or len(every) == len(depths) * len(lengths)):
             found[task] = [_heat(task, name, grid, depths, lengths) for name, grid in methods.items()]

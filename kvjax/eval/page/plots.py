@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ except ImportError as e:
     raise KvjaxError('plots need matplotlib: pip install "kvjax[eval]"') from e
 
 SCALE = tuple(to_hex(panels.MAP(x)) for x in np.linspace(0, 1, 9))
-RC = {
+RC: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "kvjax", "font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9},
     **{"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "grid.color": "#88888855"},
@@ -77,7 +78,7 @@ def svgs(plot: Plot) -> list[str]:
 def glyph(style: Style) -> str:
     """A method's marker as a small SVG element, for a legend in HTML."""
     marker = MarkerStyle(style.marker)
-    shapes = marker.get_path().transformed(marker.get_transform()).to_polygons()
+    shapes = [np.asarray(x) for x in marker.get_path().transformed(marker.get_transform()).to_polygons()]
     points = np.concatenate(shapes)
     lines = "".join("M" + "L".join(f"{x:.2f} {-y:.2f}" for x, y in s) + "Z" for s in shapes)
     reach = max(float(np.abs(points).max()), 1e-6)
@@ -109,7 +110,9 @@ def _svg(panel: Panel, name: str) -> str:
 
 
 def _tip(tag: str) -> str:
-    return f"<title>{escape(bytes.fromhex(re.search(r'point-([0-9a-f]+)', tag)[1]).decode())}</title>"
+    found = re.search(r"point-([0-9a-f]+)", tag)
+    assert found
+    return f"<title>{escape(bytes.fromhex(found[1]).decode())}</title>"
 
 
 class _Picture(Figure):

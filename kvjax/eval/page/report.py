@@ -133,14 +133,14 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
         against = {m: _difference(run, m, task) for m in own}
         if any(d and d.cases >= paired.ENOUGH for d in against.values()):
             good = [m for m, d in against.items() if m == run.full or (d and paired.keeps_up(d))]
-            found.setdefault(min(good, key=own.get), []).append(task)
+            found.setdefault(min(good, key=own.__getitem__), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*found, run.full)}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in found.items()]
 
 
 def _difference(run: orders.Run, method: str, task: str) -> paired.Difference | None:
     """A method beside the exact one, in the first measure that a task has; None for the exact one itself."""
-    if method not in run.cases or method == run.full:
+    if method not in run.cases or run.full is None or method == run.full:
         return None
     found = (run.difference(method, run.full, value, task) for _, value in orders.MEASURES)
     return next((d for d in found if d), None)

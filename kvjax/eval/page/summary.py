@@ -176,7 +176,7 @@ def by_family(rows: Iterable[Row]) -> list[Row]:
     return [_merged(key, group) for key, group in whole.items()]
 
 
-def _merged(key: tuple[str, str], group: Sequence[Row]) -> Row:
+def _merged(key: tuple[str, str], group: Sequence[Record]) -> Row:
     row = dict(group[0]) | {"method": key[0], "task": key[1]}
     row |= {name: sum(r[name] for r in group) for name in ("contexts", "questions")}
     row["turns"] = any(r["turns"] for r in group)

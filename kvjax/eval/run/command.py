@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
     named(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
     shares = () if args.budget_bytes is None else equal_bytes.shares_of(args.budget_bytes)
-    if shares and len(spec.lengths) > 1:
+    length, *others = spec.lengths
+    if shares and others:
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     if lacking := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
         _say(f"without {' and '.join(lacking)} there will be {CSV} and no page; for that: {INSTALL}")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if spec.chat:
         framed(model, spec)  # without a template that is said now
     _warn(model, spec.lengths)
-    methods = _at_equal_bytes(model, args.methods, shares, spec.lengths[0]) if shares else args.methods
+    methods = _at_equal_bytes(model, args.methods, shares, length) if shares else args.methods
     how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed, "rebuild": args.rebuild}
     try:
         with warnings.catch_warnings():

@@ -39,6 +39,7 @@ def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, p
     is wherever it fits. Raises KvjaxError for a method that this model cannot have at the size that it is given.
     """
     full = _bytes("full", config, prompt)
+    assert full is not None
     return [_fit(text, share, int(full * share), config, prompt) for share in shares for text in methods]
 
 

@@ -70,9 +70,10 @@ def conversation(reader: Reader, method: str | KVMethod, cases: Sequence[Case], 
         for answers, asked in zip(told, turns[1:], strict=True)
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
-    context = _read(reader, method, prompts, sum(map(_width, fed)) + new)
+    context: Context | None = _read(reader, method, prompts, sum(map(_width, fed)) + new)
     taken, replies = context.bytes, []
     for i, asked in enumerate(turns):
+        assert context is not None
         following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
         replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
         context = following
@@ -89,7 +90,7 @@ def following(
     reader: Reader, method: str | KVMethod, cases: Sequence[Case]
 ) -> tuple[list[np.ndarray], list[np.ndarray], CacheBytes]:
     """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], what the contexts take)."""
-    rows = [c.follows for c in cases]
+    rows = [c.follows for c in cases if c.follows is not None]
     longest = max(map(len, rows))
     context = _read(reader, method, [c.context for c in cases], bucket(longest))
     logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)

@@ -14,12 +14,13 @@ TEXTS = {"essays": ESSAYS}
 """What `--text` takes by name. The standard library's source needs none: it is what is read without `--text`."""
 
 
-def located(text: Path) -> Path:
+def located(text: Path | str) -> Path:
     """A text file, or the file or folder that a name of TEXTS stands for; a file of that name wins."""
-    return TEXTS[str(text)].path() if str(text) in TEXTS and not text.is_file() else text
+    file = Path(text)
+    return TEXTS[str(text)].path() if str(text) in TEXTS and not file.is_file() else file
 
 
-def read(text: Path) -> str:
+def read(text: Path | str) -> str:
     """The text of `located`; of a folder its .txt files in the order of their names, an empty line between two."""
     path = located(text)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]

@@ -142,6 +142,7 @@ class Tracking:
 
         def build(units: int) -> tuple[str, list[Question]]:
             text, question = self.part(names, value, units, np.random.default_rng(seed))
+            assert question.depth is not None
             at = (len(example) + question.depth * len(text)) / (len(example) + len(text))
             return example + text, [dataclasses.replace(question, depth=at)]
 
@@ -168,9 +169,9 @@ class Common:
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
         """(the draft, its fewest units); a unit is a different word."""
         drawn = Drawn(made_up(rng))
-        (few, *shown), often = ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
+        (few, number, times), often = ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
         first = drawn.first(few)
-        example = self.part(first, *shown, np.random.default_rng(rng.integers(2**32)))
+        example = self.part(first, number, times, np.random.default_rng(rng.integers(2**32)))
         answer = " ".join(f"{i + 1}. {word}" for i, word in enumerate(first[: self.common]))
         seed = int(rng.integers(2**32))
         question = "Question: What are the 10 most common words in the above list?"
@@ -220,6 +221,7 @@ class Kind(Protocol):
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
         """(the draft, its fewest units)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

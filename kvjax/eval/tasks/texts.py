@@ -224,7 +224,8 @@ def _byte_line(
         n = min(4 * n, len(lines) - 2)
     if len(before) < length:
         raise _too_short(spec, len(before), length, 0)
-    return tuple(np.frombuffer(x, np.uint8).astype(np.int32) for x in (before[-length:], prompt))
+    context, asked = (np.frombuffer(x, np.uint8).astype(np.int32) for x in (before[-length:], prompt))
+    return context, asked
 
 
 completion = complete("completion", "edit_similarity", ())

@@ -116,6 +116,7 @@ def cut(read: Exact, lengths: Sequence[Sequence[int]]) -> Chunks:
 
 def _chunk(read: Exact, spans: Sequence[Span], i: int, paid: np.ndarray) -> Chunk:
     """Chunk i of a prompt, of which paid f64[T C] is the attention that tokens pay to chunks."""
+    assert read.ids is not None
     sizes = np.array([span.stop - span.start for span in spans])
     mine = paid[spans[i].start : spans[i].stop]
     inter, intra = mine[:, :i].sum(0), mine[:, i].sum()

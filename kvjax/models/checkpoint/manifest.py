@@ -27,7 +27,8 @@ FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Path -> shape of every parameter of `Decoder(config)`; paths look like "layer_0/attention/q/kernel"."""
     one = dataclasses.replace(config, layers=1, windows=None)  # all layers are alike, and tracing many takes minutes
-    flat = {path: x.shape for path, x in flatten_dict(nn.unbox(abstract_params(one, jnp.float32))).items()}
+    found: dict[Any, Any] = flatten_dict(nn.unbox(abstract_params(one, jnp.float32)))
+    flat = {path: x.shape for path, x in found.items()}
     layer = {path[1:]: shape for path, shape in flat.items() if path[0] == "layer_0"}
     every = {path: shape for path, shape in flat.items() if path[0] != "layer_0"}
     every |= {(f"layer_{i}", *path): shape for i in range(config.layers) for path, shape in layer.items()}

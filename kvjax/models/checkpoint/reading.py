@@ -29,7 +29,7 @@ def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]
         return lambda path: shardings
     if callable(shardings):
         return shardings
-    flat = flatten_dict(nn.unbox(shardings), sep="/")
+    flat: dict[str, Any] = flatten_dict(nn.unbox(shardings), sep="/")
 
     def find(path: str) -> jax.sharding.Sharding:
         if path not in flat:

@@ -162,7 +162,7 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
 
 def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=None, replace=False) -> None:
     """Writes `params`, the tree of `Decoder(config)`, as a directory, in their dtype (float32 if they differ)."""
-    flat = flatten_dict(nn.unbox(params), sep="/")
+    flat: dict[str, Any] = flatten_dict(nn.unbox(params), sep="/")
     check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree")
     dtypes = {np.dtype(x.dtype) for x in flat.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
