@@ -106,7 +106,7 @@ def output() -> jax.Array:
 
 def scored(scorer: Scorer) -> np.ndarray:
     """f32[K T], what ours says."""
-    return np.asarray(jax.jit(functools.partial(scorer.scores, spec=SPEC))(*prompt()).kv[0])
+    return np.asarray(jax.jit(functools.partial(scorer.scores, spec=SPEC))(*prompt()).per_kv_head[0])
 
 
 def assert_close(ours: np.ndarray, public: np.ndarray) -> None:

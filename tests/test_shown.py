@@ -27,7 +27,7 @@ def test_values_show_themselves_in_one_line():
 def test_a_method_shows_the_slots_that_it_fills():
     assert repr(kvjax.parse("full")) == "Method()"
     shown = repr(kvjax.parse("snapkv:budget=25% + int4"))
-    assert shown.startswith("Method(select=Select(") and "k=" in shown and "decode" not in shown
+    assert shown.startswith("Method(select=Selection(") and "k=" in shown and "decode" not in shown
     kept = dataclasses.replace(kvjax.parse("kcache:n=4"), device_layers=2)
     assert kvjax.name_of(kept) == repr(kept)
 

@@ -215,7 +215,7 @@ def replay(
     plan: Plan,
     target: Target,
     replay_prompts: tuple[Sequence[int], Sequence[int]],
-    compiled: Compiled,
+    compiled: Compiled = PLAIN,
 ) -> tuple[LayerPrompt, ...]:
     """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip."""
     replays = {layer.needs.replay for layer in plan if layer.needs.replay is not None}

@@ -67,7 +67,8 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
 
 def check_not_traced(model: Model, *arguments: Any) -> None:
     """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
-    leaves = [model.params["embedding"], *jax.tree.leaves(arguments), jnp.asarray(np.int32(0))]
+    given = [x for x in arguments if isinstance(x, (list, tuple, np.ndarray, jax.Array))]
+    leaves = [model.params["embedding"], *jax.tree.leaves(given), jnp.asarray(np.int32(0))]
     if any(isinstance(x, Tracer) for x in leaves):
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "

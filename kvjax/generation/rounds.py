@@ -6,6 +6,7 @@ Between two rounds both caches hold the same new tokens: of a round they take al
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,8 +29,8 @@ Targets = tuple[Target, Target]  # of the verifier and of the draft
 class Rounds:
     """The state of the loop: `token` has been chosen and is in `out`, but in neither cache yet."""
 
-    verifier: Cache
-    draft: Cache
+    verifier: Cache | None
+    draft: Cache | None
     token: Array  # i32[B]
     out: Array  # i32[B M], -1 where nothing was generated
     made: Array  # i32[B], columns of `out` that are filled
@@ -47,16 +48,18 @@ class Rounds:
         return ~self.ended & (self.made < self.out.shape[1])
 
 
-def start(
-    logits: Array, verifier: Cache, draft: Cache, key: Array, eos: Array, sampler: Sampler, length: int
-) -> Rounds:
-    """The first token, from the logits f32[B V] of the verifier's prompt; length: M, the most tokens to generate."""
+@functools.partial(jax.jit, static_argnames="length")
+def start(logits: Array, key: Array, eos: Array, sampler: Sampler, length: int) -> Rounds:
+    """Draws the first token from the logits f32[B V] of the verifier's prompt; both caches are still to be put in.
+
+    length: M, the most tokens to generate.
+    """
     first = begin(logits, key, eos, sampler, num_tokens=length)
     token = first.tokens[:, 0]
     none = jnp.zeros_like(token)
     return Rounds(
-        verifier=verifier,
-        draft=draft,
+        verifier=None,
+        draft=None,
         token=token,
         out=first.out,
         made=jnp.ones_like(token),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -110,10 +109,7 @@ def speculate(
     extra = max_new_tokens + ahead  # a last round may feed so many more than are wanted
     _, guessing = _read(drafter, draft, draft_ids, calls.room(draft_ids, None, extra), "draft", timer)
     last, cache = _read(model, method, ids, calls.room(ids, capacity, extra), "method", timer)
-    read_seconds, first = (
-        timer.run_seconds,
-        {"logits": last, "verifier": _unmarked(cache), "draft": _unmarked(guessing)},
-    )
+    read_seconds, first = timer.run_seconds, (last, _unmarked(cache), _unmarked(guessing))
     sizes = {"ahead": ahead, "length": max_new_tokens}
     rounds = _decoded(model, drafter, first, params, how, timer, **sizes, eos_ids=eos_ids)
     _check_never_stuck(rounds, draft, method)
@@ -123,7 +119,7 @@ def speculate(
 def _decoded(
     model: Model,
     drafter: Model,
-    first: dict[str, Any],
+    first: tuple[Array, Cache, Cache],
     params: SamplingParams,
     how: Shift,
     timer: Timer,
@@ -138,7 +134,9 @@ def _decoded(
     both = {"params": model.params, "draft_params": drafter.params, "targets": targets}
     run_rounds = jit_with(all_rounds, ("ahead", "targets"), ("rounds",))
     with timer.timed():
-        rounds = start_rounds(**first, key=seeded(params.seed), eos=eos, sampler=s, length=length)
+        last, verifier, draft = first
+        rounds = start_rounds(last, seeded(params.seed), eos, s, length=length)
+        rounds = dataclasses.replace(rounds, verifier=verifier, draft=draft)
         return jax.block_until_ready(run_rounds(**both, rounds=rounds, sampler=s, how=how, ahead=ahead))
 
 

@@ -38,8 +38,8 @@ def badly_scored(bound: MethodLayer) -> set[str]:
     for cases, d in batches():
         q, block = layer.prompt(d)
         given, real = program(q, block), np.asarray(block.pos >= 0)
-        found |= {*those_not(np.where(real[:, :, None], given.heads, 0.0), cases)}
-        found |= {*those_not(np.where(real, given.kv, 0.0), cases)}
+        found |= {*those_not(np.where(real[:, :, None], given.per_query_head, 0.0), cases)}
+        found |= {*those_not(np.where(real, given.per_kv_head, 0.0), cases)}
     return found
 
 

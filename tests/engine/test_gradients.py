@@ -41,7 +41,7 @@ STEPPED = set("bfp fp8 gear int4 int8 kivi kvquant mikv rotatekv saq specache tu
 SMALL = {name: recipe.trials[0].small for name, recipe in load_all().items() if recipe.trials} | {
     "codes that only select": "double_sparsity:heavy=3,factor=4,bits=4,device_layers=0",
     "codes in pages": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4",
-    "codes of what stays": "h2o:heavy=3,recent=3 + int4",
+    "codes of what stays": "snapkv:budget=6,window=2,kernel=3 + int4",
 }
 STEPPED |= {"codes in pages", "codes of what stays"}
 Rows = tuple[jax.Array, jax.Array, jax.Array]

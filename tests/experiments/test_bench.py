@@ -241,7 +241,7 @@ def test_compile_tells_every_program_cold_and_warm(capsys, monkeypatch, toy):
     for cell in cells:
         for run in (cell["cold"], cell["warm"]):
             assert set(run["stages"]) == {"trace", "lower", "compile"} and run["seconds"] > 0
-            assert run["programs"] == len(run["stages"]["compile"]) and "_layer" in run["stages"]["compile"]
+            assert run["programs"] == len(run["stages"]["compile"]) and "apply_layer" in run["stages"]["compile"]
 
 
 def test_compile_asks_for_a_loop(capsys, monkeypatch, toy):

@@ -67,7 +67,7 @@ def test_groups_that_are_coded_stay_coded():
 @pytest.mark.parametrize(
     ("method", "slot"),
     [
-        ("snapkv:budget=8,window=4", "`select`, Select, has made its choice"),
+        ("snapkv:budget=8,window=4", "`select`, Selection, has made its choice"),
         ("h2o:heavy=8,recent=8", "`decode`"),
         ("zipcache", "`side_store`"),
         ("specache:group=8,residual=8,topk=8", "`read`, Speculative, keeps something of all tokens"),

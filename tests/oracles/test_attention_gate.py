@@ -35,7 +35,7 @@ def shown(d: layer.Data, padding: float = 0.0) -> tuple[KVBlock, Observation]:
 
 
 def by_oracle(d: layer.Data, b: int) -> np.ndarray:
-    x = shown(d)[1].hidden[b, 0, : d.lengths[b]].astype(np.float64)
+    x = shown(d)[1].hidden_states[b, 0, : d.lengths[b]].astype(np.float64)
     return oracle.logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
 
 

@@ -93,7 +93,7 @@ def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding)
     method = bound(f"cake:budget=16,window={W}")
     block, seen = batch(0, padding)
     measured = np.asarray(jax.jit(method.measure)(block, seen))
-    scored = np.asarray(jax.jit(Shifting(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).kv)
+    scored = np.asarray(jax.jit(Shifting(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).per_kv_head)
     for b, n in enumerate(LENGTHS):
         if n <= W:
             assert measured[b] == 0

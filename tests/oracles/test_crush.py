@@ -57,7 +57,7 @@ def wanted(scorer, b: int, rest, unit, per="head"):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def representatives(rest, units, count, places):
-    return rest.representatives(units, count, places)
+    return rest.choose(units, count, places)
 
 
 def some_units(c: int, padding: float = 0.0, seed: int = 0):

@@ -211,7 +211,7 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
 )
 def test_what_cannot_be_divided_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        bind(method, toy_model(layers=3).config)
 
 
 def test_a_budget_below_what_always_stays_is_refused_as_without_a_table(model, table):
