@@ -29,8 +29,8 @@ Targets = tuple[Target, Target]  # of the verifier and of the draft
 class Rounds:
     """The state of the loop: `token` has been chosen and is in `out`, but in neither cache yet."""
 
-    verifier: Cache | None
-    draft: Cache | None
+    verifier: Cache
+    draft: Cache
     token: Array  # i32[B]
     out: Array  # i32[B M], -1 where nothing was generated
     made: Array  # i32[B], columns of `out` that are filled
@@ -56,10 +56,11 @@ def start(logits: Array, key: Array, eos: Array, sampler: Sampler, length: int) 
     """
     first = begin(logits, key, eos, sampler, num_tokens=length)
     token = first.tokens[:, 0]
+    nothing: Any = None  # a cache that came in and went out again would be copied
     none = jnp.zeros_like(token)
     return Rounds(
-        verifier=None,
-        draft=None,
+        verifier=nothing,
+        draft=nothing,
         token=token,
         out=first.out,
         made=jnp.ones_like(token),
