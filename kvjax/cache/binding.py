@@ -6,9 +6,18 @@ Bound layers that do the same are then equal values, and share their compiled pr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvjax.cache.protocol import LayerSpec
+
+
+@runtime_checkable
+class LayerDependent(Protocol):
+    """A component that differs between layers, or checks that it fits the layer."""
+
+    def at(self, spec: LayerSpec) -> Any:
+        """What stands in its place in one layer."""
+        ...
 
 
 def bind_component(component: Any, spec: LayerSpec) -> Any:
@@ -19,8 +28,9 @@ def bind_component(component: Any, spec: LayerSpec) -> Any:
     that number in a field of its own; if it kept the whole spec, every layer would have compiled programs of its own.
     Of any other component the fields are resolved.
     """
-    at = None if isinstance(component, type) else getattr(component, "at", None)
-    return bind_fields(component, spec) if at is None else at(spec)
+    if isinstance(component, LayerDependent) and not isinstance(component, type):
+        return component.at(spec)
+    return bind_fields(component, spec)
 
 
 def bind_fields(component: Any, spec: LayerSpec) -> Any:

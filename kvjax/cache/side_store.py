@@ -11,7 +11,9 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, Partial
 
 if TYPE_CHECKING:
+    from kvjax.cache.method import Method
     from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.select.budgets import Budget
 
 
 class SideStore:
@@ -31,7 +33,7 @@ class SideStore:
         """The store as decode steps need it, without what says which tokens it takes; the base is all of it."""
         return self
 
-    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> Any:
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
         """The method in one layer, where the store divides the budget of its selection; the base changes nothing.
 
         Args:

@@ -72,7 +72,7 @@ def planned_bytes(
     return dataclasses.replace(held, full=full_bytes(config, [prompt] * batch, dtype))
 
 
-def _config_and_dtype(model: Any, dtype: Any) -> tuple[Config, np.dtype]:
+def _config_and_dtype(model: Model | Config, dtype: Any) -> tuple[Config, np.dtype]:
     """Of a model, or of a configuration with the dtype that is named beside it."""
     if isinstance(model, Model):
         return model.config, model.dtype if dtype is None else arguments.float_type(dtype)

@@ -262,8 +262,9 @@ class CalibratedDivision(HeadBudgets):
         _arrays(self.given, _shape(spec))
         return self
 
-    def bind_budget(self, method: Any, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
         select = method.select
+        assert select is not None
         if len(set(budgets_of_layers(budget, spec))) > 1:
             raise IncompatibleMethod(
                 "head shares (slot `side_store`) divide one budget among all layers, and "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +108,7 @@ class Shadow(SideStore):
         cosine = (keys * mean).sum(-1) / jnp.maximum(lengths, 1e-8)
         return mean[:, :, :, 0], cosine.min(-1)
 
-    def _inner(self, layer: MethodLayer) -> Any:
+    def _inner(self, layer: MethodLayer) -> MethodLayer:
         """The layer as the chunks see it."""
         fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))

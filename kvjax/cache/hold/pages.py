@@ -30,7 +30,9 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError, Partial, pytree
 
 if TYPE_CHECKING:
+    from kvjax.cache.method import Method
     from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.select.budgets import Budget
 
 FEW_QUERIES = 16
 """Queries of a head up to which short pages are read with their logits side by side."""
@@ -90,7 +92,7 @@ class Pages(SideStore):
         """Pages that any rule may have divided: heads of unequal length are read alike, whatever made them so."""
         return dataclasses.replace(self, share=BestOfLayer(), slots_per_head=None)
 
-    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> Any:
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
         """The method with the selection and the rule that the rule makes of them in this layer."""
         select, share = self.share.bind_budget(method, budget, spec)
         return dataclasses.replace(method, select=select, side_store=dataclasses.replace(self, share=share))
@@ -172,7 +174,7 @@ class Pages(SideStore):
 
         return by_query_blocks(attend, q, q_pos, 64)
 
-    def _in_pages(self, layer: MethodLayer) -> Any:
+    def _in_pages(self, layer: MethodLayer) -> MethodLayer:
         """The layer, with what its codecs hold pages with."""
         k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
         return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))

@@ -15,7 +15,10 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, KvjaxError
 
 if TYPE_CHECKING:
+    from kvjax.cache.method import Method
     from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.select.budgets import Budget
+    from kvjax.cache.select.selection import Selection
 
 SHARED_ROUNDING = 16
 """A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
@@ -52,7 +55,7 @@ class HeadBudgets:
     A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
     """
 
-    def bind_budget(self, method: Any, budget: Any, spec: LayerSpec) -> tuple[Any, HeadBudgets]:
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection | None, HeadBudgets]:
         """(the method's selection with the budget of this layer, the rule in it); the base changes neither.
 
         A rule that also divides the budget among layers, before any prompt, gives the selection another one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
@@ -19,6 +19,7 @@ from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.select.selection import Selection
 
 
 class Candidates(NamedTuple):
@@ -102,7 +103,7 @@ class ModelRanking(LayerBudgets):
             )
         self._check_budget(method.select, layer.budgets)
 
-    def _check_budget(self, select: Any, budgets: Sequence[int | None]) -> None:
+    def _check_budget(self, select: Selection, budgets: Sequence[int | None]) -> None:
         """Raises KvjaxError for a budget in tokens of which sinks and recents leave nothing to rank in any layer."""
         always, size = select.sinks + select.recent, select.unit.size
         most = [tokens for tokens in budgets if tokens is not None]
