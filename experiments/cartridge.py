@@ -1,4 +1,4 @@
-"""A cache distilled by gradient: 64 slots of trained keys and values beside 64 slots that evictions keep.
+"""A cache distilled by gradient: 64 slots of trained keys and values against 64 slots that evictions keep.
 
 python -m experiments.cartridge [--contexts 4 --steps 400]
 
@@ -47,7 +47,7 @@ METHODS = (
     "random:budget=64",
 )
 STARTS = ("first tokens", "turned_queries:budget=64,level=head", "kvzip:budget=64")
-"""What the slots hold before training: the context's first tokens, as in the paper, or what an eviction keeps."""
+"""The slots start from the context's first tokens, as in the paper, or from the tokens that an eviction keeps."""
 
 
 def first_tokens(model: Model, contexts: np.ndarray, num: int = SLOTS) -> Cache:

@@ -6,7 +6,7 @@ A gate is a small network on a slot's key and value, one for each key/value head
 log of a number between 0 and 1 to the slot's logits, and these numbers sum to the budget. The loss is that of answers
 to questions which nobody knew when the context was read; its gradient comes back through `functional.extend` to what
 the gate made of the cache that `functional.prefill` returned. The model stays as it is. In use the gate is hard: the
-slots with the best scores stay. A bound method is static, so a gate's weights stand beside it, and act on the cache
+slots with the best scores stay. A bound method is static, so a gate's weights stay outside it, and act on the cache
 between two calls.
 """
 
@@ -32,14 +32,12 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 
 TASKS = {"phrases": {"questions": 4}, "variables": {}}
-"""What the gate is trained on; it is measured on them, and on `recall`, in filler of files that training never sees."""
+"""The gate is trained on these, and measured on them and on `recall`, in filler of files that training never sees."""
 UNSEEN = {"recall": {"questions": 4}}
 WIDTH = 6  # tokens of a question and its answer, so that all tasks share one program
 METHODS = ("random", "snapkv", "expected_attention", "keydiff", "turned_queries", "kvzip")
-SHARPNESS = (
-    2.0,
-    8.0,
-)  # what scores are multiplied by, at the first and at the last step: a soft choice becomes a hard one
+# Scores are multiplied by the first at the first step and by the second at the last: a soft choice becomes a hard one.
+SHARPNESS = (2.0, 8.0)
 
 Gate = dict[str, Array]
 """`first` f32[L K 2H W], `bias` f32[L K W] and `second` f32[L K W]."""
@@ -57,7 +55,7 @@ def init(config: Config, key: Array, width: int = 32) -> Gate:
 
 
 def scores(gate: Gate, cache: Cache) -> list[Array]:
-    """What each layer's slots are worth, f32[B K S]; -inf for empty ones."""
+    """Scores each layer's slots, f32[B K S]; -inf for empty ones."""
     found = []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         # A key's rotation says where it stands, which is not what the gate should look at.
@@ -120,7 +118,7 @@ def keep_best(cache: Cache, gate: Gate, budget: int) -> Cache:
 
 
 def loss(gate: Gate, model: Model, plan: Any, asked: Questions, budget: int, sharpness: Array, key: Array) -> Array:
-    """Nats per token of the answers, after contexts of which the gate softly keeps a budget."""
+    """Nats per token of the answers, after contexts that the gate has softly reduced to a budget."""
     num, length = asked.contexts.shape
     lengths = jnp.full(num, length, jnp.int32)
     capacity = length + HEADROOM

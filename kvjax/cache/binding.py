@@ -1,4 +1,4 @@
-"""How the components of a method are bound to a layer: what depends on the layer's place among the others is resolved.
+"""Binds the components of a method to a layer, and resolves whatever depends on the layer's place among the others.
 
 Bound layers that do the same are then equal values, and share their compiled programs.
 """
@@ -16,7 +16,7 @@ class LayerDependent(Protocol):
     """A component that differs between layers, or checks that it fits the layer."""
 
     def at(self, spec: LayerSpec) -> Any:
-        """What stands in its place in one layer."""
+        """The component that replaces it in one layer."""
         ...
 
 
@@ -26,7 +26,7 @@ def bind_component(component: Any, spec: LayerSpec) -> Any:
     A component that depends on the layer's place, or must check that it fits the layer, has a method `at(spec)`, which
     returns what stands in its place there. It keeps `spec.without_index` and, where it truly needs the layer's number,
     that number in a field of its own; if it kept the whole spec, every layer would have compiled programs of its own.
-    Of any other component the fields are resolved.
+    Any other component has its fields resolved.
     """
     if isinstance(component, LayerDependent) and not isinstance(component, type):
         return component.at(spec)

@@ -21,17 +21,18 @@ from kvjax.cache.stepping import Extend, in_pieces, singly
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial
+from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, hash_once
 
 if TYPE_CHECKING:
     from kvjax.cache.method import Method
     from kvjax.cache.side_store import SideStore
 
 
-_OF_PROMPTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
-"""The components of a method that nothing but a prompt meets."""
+PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
+"""The components of a method that act on prompts alone."""
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class MethodLayer(StateOperations):
     """A method bound to one layer: the `BoundLayer` of the contract, by the method's slots.
@@ -48,25 +49,6 @@ class MethodLayer(StateOperations):
     method: Method
     spec: LayerSpec
     budgets: tuple[int | None, ...] = ()
-
-    # Compiled programs are found by layers, in every step: a hash that is computed anew each time walks all components.
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if type(other) is not type(self) or self._hash != other._hash:
-            return False
-        return (self.method, self.spec, self.budgets) == (other.method, other.spec, other.budgets)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without what is cached: hashes of strings differ between processes.
-        return type(self), (self.method, self.spec, self.budgets)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.method, self.spec, self.budgets))
 
     @property
     def k(self) -> Codec:
@@ -119,7 +101,7 @@ class MethodLayer(StateOperations):
         """
         if self.method.decode is not None:  # a policy may make the selection again
             return self
-        method = dataclasses.replace(self.method, **dict.fromkeys(_OF_PROMPTS))
+        method = dataclasses.replace(self.method, **dict.fromkeys(PROMPT_COMPONENTS))
         if method.side_store is not None:
             method = dataclasses.replace(method, side_store=method.side_store.after_prompt)
         return dataclasses.replace(self, method=method, budgets=())

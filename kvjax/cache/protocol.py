@@ -79,7 +79,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a bound layer asks of the decoder beside keys, values and queries of new tokens.
+    """A bound layer's requests to the decoder, in addition to keys, values and queries of new tokens.
 
     Attributes:
       observed_queries: how many of a prompt's last queries `prefill` observes; None for all.
@@ -91,7 +91,7 @@ class Needs:
       prompt_chunk: above 0, the prompt itself is read through `extend`, this many tokens at a time, from the state that
         `prefill` makes of an empty block (InfLLM).
       prompt_pattern: sparse attention of the prompt's own queries; None for causal attention.
-      draft_tokens: draft tokens that each decode step carries beside the true one (SpeCache: 1).
+      draft_tokens: draft tokens that follow the true token in each decode step (SpeCache: 1).
       unbounded_length: relative positions stay within the trained range at any length (StreamingLLM).
     """
 
@@ -120,7 +120,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What reports may say of a method without running it.
+    """Facts about a method that reports tell without running it.
 
     Attributes:
       evicts: some tokens are lost for good.
@@ -138,7 +138,7 @@ class Traits:
 
 
 class StepResult(NamedTuple):
-    """What `BoundLayer.extend` returns."""
+    """The result of `BoundLayer.extend`."""
 
     out: Array  # f32[B K G T H], attention output
     state: Any  # the layer's new state
@@ -150,7 +150,7 @@ class BoundLayer(Protocol[State]):
 
     @property
     def needs(self) -> Needs:
-        """What the layer asks of the decoder; a field will do."""
+        """The layer's requests to the decoder; a field will do."""
         ...
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
@@ -191,7 +191,7 @@ class KVMethod(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What reports may say of the method; a field will do."""
+        """Facts about the method, for reports; a field will do."""
         ...
 
     def bind(self, spec: LayerSpec) -> BoundLayer:
@@ -275,7 +275,7 @@ class EditableLayer(RewindableLayer[State], Protocol[State]):
     """A layer whose tokens can be taken out and put in again."""
 
     def held(self, state: State) -> KVBlock:
-        """What the slots hold: keys with the rotation of their positions, and values."""
+        """The keys, rotated to their positions, and values in the slots."""
         ...
 
     def appended(self, state: State, block: KVBlock) -> State:
@@ -285,7 +285,7 @@ class EditableLayer(RewindableLayer[State], Protocol[State]):
 
 @runtime_checkable
 class ShareableLayer(BoundLayer[State], Protocol[State]):
-    """A layer whose state other sequences' queries can read, and that can read beside such a state (Hydragen)."""
+    """A layer whose state other sequences' queries can read, and that can itself follow such a state (Hydragen)."""
 
     @property
     def spec(self) -> LayerSpec:
@@ -357,7 +357,7 @@ class InspectableLayer(Protocol[State]):
 
 @pytree
 class LayerState:
-    """The state of one layer under `kvjax.Method`: what the codecs hold, and what the other slots keep beside it."""
+    """The state of one layer under `kvjax.Method`: the codecs' storage, and that of the other components."""
 
     k: Any  # stored by the key codec, S slots
     v: Any  # stored by the value codec, S slots

@@ -1,4 +1,4 @@
-"""What differentiation may and may not pass: no gradient goes through bits without a word."""
+"""Marks for differentiation: no gradient passes through bits silently."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def with_gradient_of(value: Array, exact: Array) -> Array:
 
 
 @with_gradient_of.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _jvp_of_exact(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return primals[0], tangents[1]

@@ -32,7 +32,7 @@ from kvjax.core.types import Array, KvjaxError, pytree
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory"
-"""What floats become, as errors call it."""
+"""Names of what floats are stored as, for errors."""
 
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 

@@ -30,7 +30,7 @@ from kvjax.models.decoder import Angles
 
 
 def num_draft_tokens(plan: Plan) -> int:
-    """Draft tokens that each step carries beside the true one (SpeCache: 1)."""
+    """Draft tokens that follow the true token in each step (SpeCache: 1)."""
     return max(layer.needs.draft_tokens for layer in plan)
 
 

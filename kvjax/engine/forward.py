@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ Plan = tuple[BoundLayer, ...]
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a pass is compiled for, apart from its layers and the shapes of its arguments."""
+    """The static arguments that all functions of a pass are compiled for."""
 
     config: Config
     mesh: Mesh | None = None
@@ -62,13 +63,13 @@ def apply_embed(
 
 def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
     """Embeds tokens i32[B T] at pos i32[B T], where padding counts as position 0: hidden [B T D], angles of RoPE."""
-    found = _decoder(params, target).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
+    found = _decoder(params, target.config).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
     return cast(tuple[Array, Angles], found)
 
 
 def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
     """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
-    return cast(Array, _decoder(params, target).apply({"params": params}, hidden, method=Decoder.finish))
+    return cast(Array, _decoder(params, target.config).apply({"params": params}, hidden, method=Decoder.finish))
 
 
 def apply_layer(
@@ -84,8 +85,13 @@ def apply_layer(
     """Runs one layer of a pass: hidden for the next layer, this layer's new state, the next cross_layer."""
 
     def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
-        q, k, v = (constrain(x, axes, target.mesh) for x, axes in ((q, "B K G T H"), (k, "B K T H"), (v, "B K T H")))
-        inputs = LayerInputs(q, k, v, hidden, params["attention"]["o"]["kernel"][None])
+        inputs = LayerInputs(
+            q=constrain(q, "B K G T H", target.mesh),
+            k=constrain(k, "B K T H", target.mesh),
+            v=constrain(v, "B K T H", target.mesh),
+            hidden=hidden,
+            output_projection=params["attention"]["o"]["kernel"][None],
+        )
         out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
         return out, rest
 
@@ -101,8 +107,8 @@ def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
     def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
         return causal(q, k, v, window=config.window(i)), None
 
-    decoder = Decoder(config, params["embedding"].dtype)
-    return decoder.apply({"params": params}, tokens, token_positions(tokens), attend, method=Decoder.logits)[0]
+    pos = token_positions(tokens)
+    return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
 
 
 embed = jax.jit(apply_embed, static_argnames="target")
@@ -114,8 +120,8 @@ unembed = jax.jit(apply_unembed, static_argnames="target")
 class Compiled:
     """The compiled functions that a pass calls.
 
-    These serve everybody. Compiler options and donation are allowed in the outermost `jit` alone, so that only a caller
-    who is never traced has others (`kvjax.generation.compiled`).
+    The defaults serve every caller. JAX allows compiler options and donation in the outermost `jit` alone, so only
+    `kvjax.generation`, which is never traced, passes others (`kvjax.generation.compiled`).
     """
 
     run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer
@@ -178,11 +184,12 @@ def scan_if_traced(
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((carry, xs))):
         return lax.scan(body, carry, xs)
     xs, ys = jax.tree.map(np.asarray, xs), []  # slices of NumPy arrays compile nothing
-    for i in progress(range(len(jax.tree.leaves(xs)[0]))):
-        carry, y = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+    num_rounds = len(jax.tree.leaves(xs)[0])
+    for i in progress(range(num_rounds)):
+        carry, y = body(carry, jax.tree.map(operator.itemgetter(i), xs))
         ys.append(y)
-    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *ys)
+    return carry, jax.tree.map(lambda *rounds: jnp.stack(rounds), *ys)
 
 
-def _decoder(params: Any, target: Target) -> Decoder:
-    return Decoder(target.config, params["embedding"].dtype)
+def _decoder(params: Any, config: Config) -> Decoder:
+    return Decoder(config, params["embedding"].dtype)

@@ -25,7 +25,7 @@ class LayerPrompt(NamedTuple):
     k: Array  # [B K S H]
     v: Array  # [B K S H]
     q: Array  # [B K G Q H], the observed queries
-    hidden: Array | None = None  # [B 1 S D], of which keys and values were projected
+    hidden: Array | None = None  # [B 1 S D], the input of the projections
     output_projection: Array | None = None  # [1 K G H D]
     replay_scores: Array | None = None  # f32[B K S]
     paired: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer that this one is paired with

@@ -34,7 +34,7 @@ class LayerCall:
 
 
 class LayerInputs(NamedTuple):
-    """What the decoder's layer made of its input in this pass."""
+    """The projections of one layer in this pass, and their input."""
 
     q: Array  # [B K G T H], after RoPE
     k: Array  # [B K T H], after RoPE
@@ -154,7 +154,9 @@ class PromptReplay(ForwardMode):
                 output_projection=output_projection if needs.output_projection else None,
                 hidden_states=hidden[:, None] if needs.hidden_states else None,
             )
-            scores = sharded_layer.look(call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh)
+            scores = sharded_layer.update_scores(
+                call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh
+            )
             state = state._replace(replay_scores=scores)
         return by_query_blocks(attend_both, q, self.pos, QUERY_BLOCK), state, cross_layer
 

@@ -11,7 +11,7 @@ from kvjax.models.config import Config
 
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:
-    """What a method may know of each layer."""
+    """Describes each layer of a model to methods."""
     return tuple(
         LayerSpec(
             index=i,

@@ -178,9 +178,7 @@ def _run_chunks(
     compiled: Compiled,
     progress: Progress,
 ) -> tuple[Array, tuple[LayerPrompt | Any, ...]]:
-    """Runs prompts some tokens at a time; each layer holds them exactly, or in its method's state
-    (`Needs.prompt_chunk`).
-    """
+    """Runs prompts chunk by chunk; each layer holds them exactly, or in its state where `Needs.prompt_chunk` asks."""
     B, T = tokens.shape
     dtype, outer = params["embedding"].dtype, outer_params(params)
     calls = layer_calls(plan, target.config, num_slots)
@@ -252,20 +250,29 @@ def compress_prompts(
 ) -> tuple[Any, ...]:
     """Turns the exact prompts of all layers into cache states, and empties the list on the way.
 
-    num_slots: of each layer's state, where layers divide no budget among them. longest: tokens of the longest prompt,
-    where a caller knows it under a transformation.
+    Args:
+      prompts: what each layer holds.
+      lengths: i32[B], of the prompts.
+      plan: a method bound to each layer.
+      target: model configuration and mesh.
+      capacity: tokens that a sequence of the cache may grow to.
+      num_slots: of each layer's state, where layers divide no budget among them.
+      longest: tokens of the longest prompt, where a caller knows it under a transformation; None: their width.
+
+    Returns:
+      The cache state of each layer.
     """
     num_kept: list[Any] = [None] * len(plan)
     if any(layer.needs.global_budget for layer in plan):
-        shares = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
-        num_kept = list(shares)
-        # Under a transformation nobody knows what a layer will keep: it then has slots for the whole prompt.
-        most = min(prompts[0].k.shape[2], capacity) if longest is None else longest
-        known = np.full(shares.shape, most)
-        if not isinstance(shares, Tracer):
-            known, most = np.asarray(shares), int(np.max(lengths))
-            num_kept = list(known)
-        plan, num_slots = _fit_slots(plan, known, most, capacity)
+        division = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
+        if isinstance(division, Tracer):
+            # Nobody knows yet what a layer will keep, so each has slots for the whole prompt.
+            longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+            num_kept, at_most = list(division), np.full(division.shape, longest)
+        else:
+            at_most, longest = np.asarray(division), int(np.max(lengths))
+            num_kept = list(at_most)
+        plan, num_slots = _fit_slots(plan, at_most, longest, capacity)
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None
@@ -285,7 +292,7 @@ def compress_prompts(
 
 
 def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, target: Target) -> Any:
-    """What every layer measures of its prompt, for a budget that all layers share: arrays [L B ..]."""
+    """Measures every layer's prompt, for a budget that all layers share: arrays [L B ..]."""
     calls = layer_calls(plan, target.config)
     measures = [_measure_prompt(p, lengths, call=c, target=target) for c, p in zip(calls, prompts, strict=True)]
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
@@ -293,7 +300,7 @@ def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, t
 
 def _fit_slots(plan: Plan, kept: np.ndarray, longest: int, capacity: int) -> tuple[Plan, tuple[int, ...]]:
     """The layers with room for what they keep, i32[L B] or i32[L B K] tokens, and the slots of their states."""
-    room = -(-(capacity - longest) // 16) * 16
+    room = -(-(capacity - longest) // 16) * 16  # in multiples, as in `slots_of`
     layers = _budgeted(plan)
     most = [
         -(-layer.slots_for(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
@@ -315,7 +322,7 @@ def _budgeted(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
 
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
 def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Target) -> LayerPrompt | Any:
-    """What a layer holds before the first chunk of a prompt of up to `width` tokens."""
+    """Makes the state of a layer before the first chunk of a prompt of up to `width` tokens."""
     c, needs = target.config, call.layer.needs
 
     def zeros(*axes: int) -> Array:
@@ -353,7 +360,7 @@ def compress(
 def _copy_chunk(
     copied: Array, lengths: Array, text: Array, start: Array, first: Array, width: int
 ) -> tuple[Array, Array]:
-    """What each sequence reads to repeat a chunk: tokens i32[B width], and how many of them are real, i32[B].
+    """Makes the tokens with which each sequence repeats a chunk: i32[B width], and how many are real, i32[B].
 
     copied: i32[B C], tokens from `first` on, those before `start` as a lead. A sequence that ends before the chunk
     repeats nothing.

@@ -15,14 +15,16 @@ from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
 
 
-def prefill(layer: BoundLayer, block: KVBlock, observation: Observation | None, slots: int, mesh: Mesh | None) -> Any:
+def prefill(
+    layer: BoundLayer, block: KVBlock, observation: Observation | None, num_slots: int, mesh: Mesh | None
+) -> Any:
     """`BoundLayer.prefill`."""
     empty = mesh is not None and block.pos.shape[2] == 0
 
     def run(block: KVBlock, observation: Observation | None) -> Any:
-        return layer.prefill(block.first(0) if empty else block, observation, slots)
+        return layer.prefill(block.first(0) if empty else block, observation, num_slots)
 
-    # XLA cannot divide a call of which all arguments are empty: a slot goes in, and is left out there.
+    # XLA cannot divide a call whose arguments are all empty: the block gets a slot here, and `run` drops it.
     given = jax.tree.map(_with_a_slot, block) if empty else block
     return per_device(run, *block.k.shape[:2], mesh=mesh)(given, observation)
 
@@ -43,7 +45,7 @@ def measure(layer: BudgetedLayer, block: KVBlock, observation: Observation | Non
     return per_device(layer.measure, *block.k.shape[:2], mesh=mesh)(block, observation)
 
 
-def look(
+def update_scores(
     layer: ReplayedLayer,
     block: KVBlock,
     start: Array | np.int32,

@@ -1,4 +1,4 @@
-"""Gradients through what a cache stores: codes with a floating-point carrier beside them, on the device.
+"""Gradients through a cache: its codes, each with the exact vectors that carry the gradient, on the device.
 
 `make_differentiable(method)` is what `bind(.., differentiable=True)` binds. A codec that holds codes is wrapped in
 `StraightThrough`; a smooth one (plain rows, low rank, fewer channels) keeps its own gradient. Whatever a layer packs,
@@ -29,7 +29,7 @@ from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
 
 @pytree
 class Carried:
-    """What the wrapped codec stores, and the exact vectors whose gradient it has."""
+    """The wrapped codec's storage, and the exact vectors that carry the gradient."""
 
     stored: Any
     exact: Array  # [B K S H]
@@ -48,14 +48,14 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
 
     is_smooth: ClassVar[bool] = True
 
-    def encode_prompt(self, x: Array, pos: Array, seen: Observation | None) -> Carried:
-        return Carried(self.inner.encode_prompt(*_constant(x, pos, seen)), x)
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Carried:
+        return Carried(self.inner.encode_prompt(*_constant(x, pos, observation)), x)
 
     def encode(self, x: Array, pos: Array) -> Carried:
         return Carried(self.inner.encode(*_constant(x, pos)), x)
 
-    def found(self, x: Array, pos: Array, seen: Observation) -> Array:
-        return self._by_prompt().found(*_constant(x, pos, seen))
+    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+        return self._by_prompt().found(*_constant(x, pos, observation))
 
     def held(self, x: Array, pos: Array, found: Array) -> Carried:
         return Carried(self._by_prompt().held(*_constant(x, pos, found)), x)

@@ -1,6 +1,7 @@
-"""What the engine's functions are compiled with where nobody traces them: compiler options, and buffers given away.
+"""The engine's functions with compiler options and donated buffers.
 
-JAX allows both in the outermost `jit` alone, so that `kvjax.engine` and `kvjax.functional` go without.
+JAX allows both in the outermost `jit` alone, so `kvjax.engine` and `kvjax.functional` go without. Only
+`kvjax.generation`, which is never traced, calls these.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def compiled_for(model: Model, num_tokens: int, *, in_place: bool, logits_of: in
     Args:
       model: whose weights are multiplied.
       num_tokens: of all sequences, in one pass.
-      in_place: each layer's state is given away, and its buffers are written to.
+      in_place: each layer's state is donated.
       logits_of: tokens whose logits are made; default all.
     """
     width, dtype, tied = model.config.width, model.dtype, model.config.tie_embeddings
@@ -54,7 +55,7 @@ def _jit(fun: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ..
 
 
 def options_for(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> Options:
-    """The compiler's options for a program that multiplies so many tokens with weights, as far as it knows them."""
+    """The options for a program that multiplies `num_tokens` tokens with weights, as far as the compiler knows them."""
     return _known(tuple(matmul.options(num_tokens, width, dtype, tied).items()))
 
 

@@ -97,14 +97,14 @@ def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) 
 
 def run_exact_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
     """Runs prompts i32[B T] of lengths i32[B]: logits of each last token f32[B V], and what each layer observes."""
-    compiled, target = (
-        compiled_for(model, tokens.size, in_place=True, logits_of=len(tokens)),
-        Target(model.config, model.mesh),
-    )
+    compiled = compiled_for(model, tokens.size, in_place=True, logits_of=len(tokens))
+    target, texts = Target(model.config, model.mesh), replay_prompts(model, plan)
     with Timer().timed():
-        more = {"replay_prompts": replay_prompts(model, plan), "compiled": compiled}
-        hidden, prompts = run_exactly(model.params, tokens, lengths, plan, target, **more)
-        return jax.block_until_ready((compiled.unembed(outer_params(model.params), hidden, target=target), prompts))
+        hidden, prompts = run_exactly(
+            model.params, tokens, lengths, plan, target, replay_prompts=texts, compiled=compiled
+        )
+        logits = compiled.unembed(outer_params(model.params), hidden, target=target)
+        return jax.block_until_ready((logits, prompts))
 
 
 def held_in_full(context: Context) -> Exact:

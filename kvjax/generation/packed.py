@@ -60,8 +60,8 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     if width is not None and arguments.integer("width", width) < longest:
         raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")
     width = round_up(longest if width is None else width)
-    places = packed([len(row) for row in ids], width)
-    tokens, pos, prompt_ids = _rows(ids, places, width)
+    places = pack_rows([len(row) for row in ids], width)
+    tokens, pos, prompt_ids = _fill_rows(ids, places, width)
     rows, starts = (jnp.asarray(x, jnp.int32) for x in zip(*places, strict=True))
     lengths = jnp.asarray([len(row) for row in ids], jnp.int32)
     mode = PackedPrefill(pos, prompt_ids, rows, starts, lengths, round_up(longest))
@@ -124,7 +124,7 @@ def _take(hidden: Array, row: Array, at: Array) -> Array:
     return hidden[row, at]
 
 
-def packed(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
+def pack_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
     """Prompts of these lengths in as few rows of `width` tokens as first-fit-decreasing finds: (row, start) of each."""
     used: list[int] = []
     places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
@@ -138,7 +138,7 @@ def packed(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
     return places
 
 
-def _rows(ids: Sequence[Sequence[int]], places: Sequence[tuple[int, int]], width: int) -> tuple[Array, ...]:
+def _fill_rows(ids: Sequence[Sequence[int]], places: Sequence[tuple[int, int]], width: int) -> tuple[Array, ...]:
     """Tokens, their positions in their prompts (-1 for none), and the numbers of these prompts, each i32[P T]."""
     shape = (1 + max(row for row, _ in places), width)
     tokens, pos, prompt = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)

@@ -39,7 +39,7 @@ class DecodeSession:
     sampler: Sampler
     timer: Timer
     prefill_seconds: float
-    weights: str = ""  # the fingerprint of those that filled the cache
+    weights: str = ""  # fingerprint of the model that filled the cache
     stop: tuple[str, ...] = ()  # strings at which the text of a sequence ends
     loop: str = "while"
     decode_seconds: float = 0.0
@@ -70,7 +70,7 @@ class DecodeSession:
                 self.state = arguments["state"] = decode_loop.step(**arguments, compiled=compiled)
 
     def draft_first(self) -> None:
-        """What a method that drafts needs before the first step; a part of the prefill."""
+        """Makes the first draft, for a method with drafts; it counts as a part of the prefill."""
         with self._timed():
             if self.loop == "layers":
                 self.state = decode_loop.draft_first(**self._arguments(), compiled=self._compiled())
@@ -92,7 +92,7 @@ class DecodeSession:
         return {"params": self.model.params, "state": self.state, "sampler": self.sampler, "target": target}
 
     def _compiled(self) -> Any:
-        """What a step that runs layer by layer calls."""
+        """The functions that a step which runs layer by layer calls."""
         return compiled_for(self.model, self.state.out.shape[0] * self._tokens_a_step, in_place=True)
 
     def _program(self, loop: Callable[..., DecodeState]) -> Callable[..., DecodeState]:

@@ -1,4 +1,4 @@
-"""Seconds of wall-clock time, compilation apart, and what is said when memory runs out."""
+"""Wall-clock seconds with compilation apart, and the error where memory runs out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MANY_PROGRAMS = 64  # compiled since the process' memory mappings were last cou
 
 
 class _Compiling(threading.local):
-    """What JAX has reported of its compiler in this thread."""
+    """The compiler's time in this thread, as JAX reports it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.num_programs = 0
-        self._spans: list[tuple[float, float]] = []  # start and seconds of each, none within another
+        self.spans: list[tuple[float, float]] = []  # start and seconds since the last `timed`, none within another
 
     def record(self, event: str, seconds: float, **_: Any) -> None:
         """Listens to `jax.monitoring`."""
@@ -34,9 +34,9 @@ class _Compiling(threading.local):
             return
         start = time.perf_counter() - seconds
         # A function is traced within the tracing of its caller, and reported before it: only the outer one counts.
-        while self._spans and self._spans[-1][0] >= start:
-            self.seconds -= self._spans.pop()[1]
-        self._spans.append((start, seconds))
+        while self.spans and self.spans[-1][0] >= start:
+            self.seconds -= self.spans.pop()[1]
+        self.spans.append((start, seconds))
         self.seconds += seconds
         self.num_programs += event.endswith("backend_compile_duration")
 
@@ -66,6 +66,8 @@ class Timer:
         if _compiling.num_programs >= _MANY_PROGRAMS:
             _compiling.num_programs = 0
             compile_cache.clear_if_many()
+        # Whatever is compiled from here on lies within nothing earlier.
+        _compiling.spans.clear()
         start, compiled_before = time.perf_counter(), _compiling.seconds
         try:
             yield

@@ -85,7 +85,7 @@ class Spread:
     def update_scores(
         self, block: KVBlock, start: jax.Array, observation: Observation, new: KVBlock, before: jax.Array
     ) -> jax.Array:
-        return sharded_layer.look(self.layer, block, start, observation, new, before, self.mesh)
+        return sharded_layer.update_scores(self.layer, block, start, observation, new, before, self.mesh)
 
     def measure(self, block: KVBlock, observation: Observation | None) -> jax.Array:
         return sharded_layer.measure(self.layer, block, observation, self.mesh)

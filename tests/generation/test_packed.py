@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.packed import pack_exactly, packed, read_packed
+from kvjax.generation.packed import pack_exactly, pack_rows, read_packed
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2, windows=(None, 9))
@@ -17,13 +17,13 @@ DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (60, 23, 1, 30, 8, 64, 5)]
 
 def test_an_example_by_hand():
     """5, 4, 3, 3 and 1 in rows of 8: 5 with 3, 4 with 3 and 1."""
-    assert packed([3, 5, 1, 3, 4], 8) == [(0, 5), (0, 0), (1, 7), (1, 4), (1, 0)]
+    assert pack_rows([3, 5, 1, 3, 4], 8) == [(0, 5), (0, 0), (1, 7), (1, 4), (1, 0)]
 
 
 def test_rows_hold_each_prompt_once():
     lengths = RNG.integers(1, 65, 40).tolist()
     used = np.zeros((40, 64), int)
-    for n, (row, start) in zip(lengths, packed(lengths, 64), strict=True):
+    for n, (row, start) in zip(lengths, pack_rows(lengths, 64), strict=True):
         used[row, start : start + n] += 1
     assert used.max() == 1 and used.sum() == sum(lengths) and used.any(1).sum() <= 1.3 * sum(lengths) / 64 + 1
 

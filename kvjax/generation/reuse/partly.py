@@ -7,6 +7,7 @@ known ones, and they attend to all tokens that are not behind them, by position,
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from kvjax.models.decoder import Angles, pick
 
 
 class Source(NamedTuple):
-    """Where the key and the value of each token come from, i32[B T]."""
+    """The place from which each token's key and value come, i32[B T]."""
 
     row: Array  # of the known prompts
     slot: Array  # in that row, also the position at which the key was rotated; -1 for a token that is new
@@ -119,7 +120,7 @@ def prefill_partly(
     calls = list(layer_calls((AllQueries(),) * target.config.layers, target.config))
     # Layers above the one that chooses are fed the chosen tokens alone, and it passes on only these.
     calls[n] = dataclasses.replace(calls[n], selects_queries=True)
-    turn = _turn(tokens, source.slot, target=target)
+    turn = _rotation_angles(tokens, source.slot, target=target)
 
     def run(first: int, stop: int, mode: ForwardMode, states: Sequence[Any]) -> tuple[Array, tuple[Any, ...]]:
         part = calls[first:stop], states[first:stop]
@@ -128,7 +129,7 @@ def prefill_partly(
     nothing = (None,) * len(calls)
     hidden, below = run(0, n, PartialPrefill(pos, pos, source, turn), nothing)
     _, (values,) = run(n, n + 1, ReadValues(pos), nothing)
-    at = _choose(values, prompts[n], source, choice, pos, most=most)
+    at = _choose_tokens(values, prompts[n], source, choice, pos, most=most)
     mode = PartialPrefill(pos, at, source, turn)
     hidden, here = run(n, n + 1, mode, nothing)
     angles = _pick_angles(angles, at)
@@ -143,23 +144,20 @@ def _pick_angles(angles: Angles, at: Array) -> Angles:
     return jax.tree.map(lambda x: pick(x, jnp.maximum(at, 0)), angles)
 
 
-def _turn_by(tokens: Array, slot: Array, target: Target) -> Angles:
+@functools.partial(jax.jit, static_argnames="target")
+def _rotation_angles(tokens: Array, slot: Array, target: Target) -> Angles:
+    """Angles of the rotation from each known key's position, slot i32[B T], to the token's own."""
     return target.config.rope.angles((token_positions(tokens) - jnp.maximum(slot, 0))[:, None])
 
 
-_turn = jax.jit(_turn_by, static_argnames="target")
-
-
+@functools.partial(jax.jit, static_argnames="most")
 def _choose_tokens(values: Array, prompt: LayerPrompt, source: Source, choice: Choice, pos: Array, most: int) -> Array:
     """The tokens that go on, from the values [B K T H] as they are now and as they were known: i32[B n]."""
     worth = choice.worth
     if worth is None:
         before = take_known(prompt, source)[1]
         worth = jnp.square(values.astype(jnp.float32) - before.astype(jnp.float32)).sum((1, 3))
-    return chosen(worth, choice.count, source.slot, pos, most)
-
-
-_choose = jax.jit(_choose_tokens, static_argnames="most")
+    return choose_by_worth(worth, choice.count, source.slot, pos, most)
 
 
 def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
@@ -169,7 +167,7 @@ def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
     return k, v
 
 
-def chosen(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
+def choose_by_worth(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
     """Tokens to run i32[B n], ascending, -1 unused: the new ones, and count i32[B] of the known of highest worth."""
     old = (slot >= 0) & (pos >= 0)
     order = jnp.argsort(jnp.where(old, -worth, jnp.inf), axis=1, stable=True)
