@@ -267,12 +267,12 @@ def compress_prompts(
         division = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         if isinstance(division, Tracer):
             # Nobody knows yet what a layer will keep, so each has slots for the whole prompt.
-            longest = min(prompts[0].k.shape[2], capacity) if longest is None else longest
-            num_kept, at_most = list(division), np.full(division.shape, longest)
+            longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
+            num_kept, at_most = list(division), np.full(division.shape, longest_prompt)
         else:
-            at_most, longest = np.asarray(division), int(np.max(lengths))
+            at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
             num_kept = list(at_most)
-        plan, num_slots = _fit_slots(plan, at_most, longest, capacity)
+        plan, num_slots = _fit_slots(plan, at_most, longest_prompt, capacity)
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None
