@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from checkpoints_convert.convert import Progress, size
 from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source, opened
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.generation.calls import logits
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model

@@ -13,8 +13,8 @@ from checkpoints_convert.check import check
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
-from kvjax.core import arguments
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
+from kvjax.utils import arguments
 
 EXAMPLES = f"""\
 families: {", ".join(FAMILIES)}

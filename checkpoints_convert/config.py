@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from checkpoints_convert.families import Family, family
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling
 
 Raw = Mapping[str, Any]

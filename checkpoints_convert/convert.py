@@ -11,9 +11,9 @@ from flax.traverse_util import unflatten_dict
 
 from checkpoints_convert.plan import TIED, Binding, Plan, plan
 from checkpoints_convert.source import Source, opened
-from kvjax.core.arguments import float_type
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
+from kvjax.utils.arguments import float_type
 
 Progress = Callable[[str, int, int], None]
 """(what was just done, bytes of the source so far, bytes in all); first with nothing done, when all can begin."""

@@ -11,7 +11,7 @@ import numpy as np
 from checkpoints_convert.convert import size
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import FLOATS, Tensor, opened
-from kvjax.core.types import KvjaxError, printable
+from kvjax.errors import KvjaxError, printable
 from kvjax.models import Config, checkpoint
 
 Lines = dict[str, str]

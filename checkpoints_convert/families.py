@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 
 class Target(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.gguf_vocabulary import value
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 Metadata = Mapping[str, Any]
 

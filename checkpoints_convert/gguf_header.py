@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

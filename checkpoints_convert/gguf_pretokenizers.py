@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"

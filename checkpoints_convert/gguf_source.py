@@ -16,7 +16,7 @@ from checkpoints_convert.config import refuse_missing_layers
 from checkpoints_convert.families import family
 from checkpoints_convert.gguf_header import Stored
 from checkpoints_convert.source import Tensor
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 PLAIN = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
 """Types that hold weights as they are; all others are blocks of codes, which become float32."""

@@ -25,7 +25,7 @@ from checkpoints_convert.gguf_vocabulary import (
     read_vocabulary,
     value,
 )
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 """What llama.cpp takes for the ids that a SentencePiece vocabulary does not give."""

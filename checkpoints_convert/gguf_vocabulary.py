@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 Metadata = Mapping[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from checkpoints_convert.convert import convert
 from checkpoints_convert.progress import progress_bar
 from kvjax.core.compile_cache import cache_directory
-from kvjax.core.lock import Busy, locked
-from kvjax.core.packages import InPackage
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
+from kvjax.utils.lock import Busy, locked
+from kvjax.utils.packages import InPackage
 
 PAUSE = 0.5  # seconds between two looks at what another process writes
 

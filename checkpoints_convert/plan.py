@@ -13,7 +13,7 @@ from einops import rearrange
 from checkpoints_convert.config import refuse_missing_layers, translate
 from checkpoints_convert.families import IGNORED, Rule, Target, family
 from checkpoints_convert.source import FLOATS, Source
-from kvjax.core.types import KvjaxError, printable
+from kvjax.errors import KvjaxError, printable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.core import documents
-from kvjax.core.types import KvjaxError, printable
+from kvjax.errors import KvjaxError, printable
 from kvjax.models.chat import ChatTemplate
+from kvjax.utils import json_documents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -109,7 +109,7 @@ class Directory:
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the directory, or None if there is no such file."""
         file = self.directory / name
-        return documents.parsed(file.read_bytes(), file) if file.is_file() else None
+        return json_documents.parsed(file.read_bytes(), file) if file.is_file() else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files, which belong beside the converted weights, as they are.
@@ -213,7 +213,7 @@ def beyond_the_end(file: Path) -> list[str]:
         size = file.stat().st_size
         with file.open("rb") as f:
             start = 8 + int.from_bytes(f.read(8), "little")
-            entries = documents.loads(f.read(min(start - 8, size)))
+            entries = json_documents.loads(f.read(min(start - 8, size)))
         held = size - start
         return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > held]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError):

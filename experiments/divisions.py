@@ -38,11 +38,11 @@ import kvjax
 from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.ranking import Counted
+from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.ranking import Counted
-from kvjax.cache.select.scorers import Scorer, Scores
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
@@ -56,10 +56,10 @@ from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.generation.exact import Exact, read_exactly
-from kvjax.generation.planned import planned_bytes
+from kvjax.generation.inputs import pad, round_up
+from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.prompt_runner import replay_prompts
-from kvjax.generation.prompts import pad, round_up
+from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.methods.strings import method_of
 
 SETTINGS = Path(__file__).with_suffix(".toml")

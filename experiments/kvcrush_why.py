@@ -23,16 +23,16 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
+from kvjax.cache.eviction.granularity import by_unit, evictable, split, top
+from kvjax.cache.eviction.representatives import Units
 from kvjax.cache.protocol import BoundLayer
-from kvjax.cache.select.representatives import Units
-from kvjax.cache.select.units import by_unit, evictable, split, top
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.generation.exact import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay

@@ -1,7 +1,7 @@
 """kvjax: the JAX/Flax home of KV-cache methods.
 
 What most programs use is here. The rest is in modules that are imported when they are used: `kvjax.methods` (every
-published method), `kvjax.eval`, `kvjax.parts` (what a method of one's own is written with), `kvjax.testing`,
+published method), `kvjax.eval`, `kvjax.method_api` (what a method of one's own is written with), `kvjax.testing`,
 `kvjax.functional` (pure functions for jit, grad, vmap and scan), `kvjax.errors`,
 `kvjax.cache_ops`, `kvjax.speculative`, `kvjax.reuse` and `kvjax.cachegen`.
 """
@@ -17,21 +17,21 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax import errors as errors
     from kvjax import eval as eval
     from kvjax import functional as functional
+    from kvjax import method_api as method_api
     from kvjax import methods as methods
-    from kvjax import parts as parts
     from kvjax import reuse as reuse
     from kvjax import speculative as speculative
     from kvjax import testing as testing
     from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
     from kvjax.cache.method import Method
     from kvjax.cache.protocol import Cache
-    from kvjax.core.types import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.engine.sampling import SamplingParams
+    from kvjax.errors import IncompatibleMethod, KvjaxError, KvjaxWarning
     from kvjax.generation.calls import extend, logits, prefill, score
     from kvjax.generation.chat import chat
     from kvjax.generation.context import Context, read, resume
     from kvjax.generation.generate import generate, stream, stream_text
-    from kvjax.generation.planned import planned_bytes
+    from kvjax.generation.memory_plan import planned_bytes
     from kvjax.generation.result import Result
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
@@ -79,7 +79,7 @@ _MODULES = (
     "eval",
     "functional",
     "methods",
-    "parts",
+    "method_api",
     "reuse",
     "speculative",
     "testing",
@@ -88,7 +88,7 @@ _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.protocol": ("Cache",),
     "kvjax.cache.method": ("Method",),
-    "kvjax.core.types": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
+    "kvjax.errors": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
@@ -96,7 +96,7 @@ _HOMES = {
     "kvjax.generation.chat": ("chat",),
     "kvjax.generation.context": ("Context", "read", "resume"),
     "kvjax.generation.generate": ("generate", "stream", "stream_text"),
-    "kvjax.generation.planned": ("planned_bytes",),
+    "kvjax.generation.memory_plan": ("planned_bytes",),
     "kvjax.generation.result": ("Result",),
     "kvjax.engine.sampling": ("SamplingParams",),
 }

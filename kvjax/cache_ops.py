@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.generation.prefixes import read_batch
-from kvjax.generation.splice import splice
-from kvjax.generation.states import branch, crop, join, rows
+from kvjax.generation.cache_ops.edit import splice
+from kvjax.generation.cache_ops.sequences import branch, crop, join, rows
+from kvjax.generation.reuse.prefix_tree import read_batch
 
 __all__ = ["branch", "crop", "join", "read_batch", "rows", "splice"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvjax.generation.cachegen import read, write
+from kvjax.generation.reuse.cachegen import read, write
 
 __all__ = ["read", "write"]

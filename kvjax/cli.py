@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kvjax.core import arguments
 from kvjax.core.compile_cache import use_compilation_cache
-from kvjax.core.files import text_of
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
+from kvjax.utils import arguments
+from kvjax.utils.files import text_of
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.cache.protocol import KVMethod
-    from kvjax.generation.prompts import Prompts
+    from kvjax.generation.inputs import Prompts
     from kvjax.generation.result import Result
     from kvjax.models.model import Model
 
@@ -270,14 +270,14 @@ def _explore(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     import kvjax
-    from kvjax.eval.page import written
-    from kvjax.generation import calibrate
+    from kvjax import calibrate
+    from kvjax.eval.page import safe_write
 
     calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
     if args.text is not None:
-        written.spare(args.text, "--text", args.out)
+        safe_write.spare(args.text, "--text", args.out)
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
         documents = calibrate.pieces(model, text_of(args.text, "--text"), args.tokens, args.context)

@@ -17,19 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.hold.codecs import Codec
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
-from kvjax.cache.slot_values import uncompared
-from kvjax.core import arguments, memory, shown
-from kvjax.core.types import KvjaxError
+from kvjax.cache.validation import uncompared
+from kvjax.core import memory
+from kvjax.errors import KvjaxError
 from kvjax.generation.calls import extend, logits, prefill
 from kvjax.generation.generate import generate
-from kvjax.generation.planned import planned_bytes
-from kvjax.methods.catalogue import load_all
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
 from kvjax.models.model import Model
+from kvjax.utils import arguments, display
 
 STEPS = 6  # tokens that are decoded one by one
 FED = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens that rows are fed at once: each row meets each number
@@ -545,7 +546,7 @@ class CheckReport:
 
     def _repr_html_(self) -> str:
         rows = [(rule.name, rule.says, rule.seconds) for rule in self.rules]
-        return shown.table(repr(self), ("rule", "what it says", "seconds"), rows)
+        return display.table(repr(self), ("rule", "what it says", "seconds"), rows)
 
 
 def check_method(
@@ -584,7 +585,7 @@ def check_method(
     texts = [ids(n + STEPS) for n in lengths]
     tried = _Tried(model, method, [text[:-STEPS] for text in texts], [text[-STEPS:] for text in texts])
     name, began = name_of(method), time.perf_counter()
-    with shown.StatusLine(progress) as status, _naming_failures(name):
+    with display.StatusLine(progress) as status, _naming_failures(name):
         status.say(f"{name}: reading prompts of {', '.join(map(str, lengths))} tokens")
         if method.traits.evicts and not _any_left(tried):
             raise KvjaxError(
@@ -595,7 +596,7 @@ def check_method(
     return CheckReport(name, kept, time.perf_counter() - began)
 
 
-def _try(rule: _Rule, index: int, tried: _Tried, name: str, status: shown.StatusLine) -> RuleReport:
+def _try(rule: _Rule, index: int, tried: _Tried, name: str, status: display.StatusLine) -> RuleReport:
     """Raises BrokenRule where the method breaks this rule."""
     status.say(f"{name}: rule {index + 1} of {len(RULES)}, {rule.name}: {rule.says}")
     start = time.perf_counter()

@@ -27,16 +27,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared import SharedState
-from kvjax.core import arguments, memory
+from kvjax.cache.shared_prefix import SharedState
+from kvjax.core import memory
 from kvjax.core.random import seeded
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
 from kvjax.engine import prefill as _prefill
 from kvjax.engine.forward import Plan, Target, exact_logits
 from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import KvjaxError
 from kvjax.models.config import Config
+from kvjax.utils import arguments
 
 __all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 import kvjax
 from kvjax import cli
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from kvjax import KvjaxError, conformance
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
-from kvjax.parts import Codec, Method, Policy, Scorer, make_selection, token_scores
+from kvjax.method_api import Codec, Method, Policy, Scorer, make_selection, token_scores
 from kvjax.testing import BrokenRule, check_method, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 

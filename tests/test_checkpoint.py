@@ -12,10 +12,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.lock import Busy
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling, checkpoint
 from kvjax.models.model import random_model
+from kvjax.utils.lock import Busy
 
 CONFIG = Config(
     vocab_size=16,

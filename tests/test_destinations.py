@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import KvjaxError, cli
-from kvjax.generation import archive, calibrate, save
+from kvjax import KvjaxError, calibrate, cli
+from kvjax.generation.cache_ops import archive, save
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)

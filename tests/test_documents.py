@@ -7,7 +7,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.methods.catalogue import RECIPES, is_ours, load_all
+from kvjax.methods.registry import RECIPES, is_ours, load_all
 from kvjax.testing import toy_model
 from tests.documents import FENCE, ROOT, check_command, code_blocks, commands, compare_output, python_code, run_page
 

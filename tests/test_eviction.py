@@ -9,11 +9,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.method import Method
-from kvjax.core.types import IncompatibleMethod, KvjaxError
 from kvjax.engine.forward import Target, layer_calls, run_layer
 from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
-from kvjax.methods.catalogue import load_all
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import parts_of
 from kvjax.testing import toy_model
 

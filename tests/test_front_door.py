@@ -12,9 +12,9 @@ import kvjax
 from checkpoints_convert.commands import parser as convert_parser
 from checkpoints_convert.convert import convert
 from kvjax import KvjaxError, cli, methods
-from kvjax.core.arguments import float_type
 from kvjax.models import checkpoint
 from kvjax.testing import toy_model
+from kvjax.utils.arguments import float_type
 from tests.fixtures import ROOT
 
 

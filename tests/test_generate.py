@@ -9,9 +9,9 @@ import pytest
 
 import kvjax
 from kvjax import functional
-from kvjax.core.types import KvjaxError
 from kvjax.engine import forward
-from kvjax.generation import loop as decode_loop
+from kvjax.errors import KvjaxError
+from kvjax.generation import decode_loop as decode_loop
 from kvjax.generation.compiled import jit_with
 from kvjax.generation.session import LOOPS
 from kvjax.testing import toy_model

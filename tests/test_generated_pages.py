@@ -12,8 +12,8 @@ import kvjax
 from docs.generate import __main__, catalogue, composition, equal_bytes, field, methods, parameters
 from docs.generate.catalogue import recipes
 from experiments.methods import MEASURED, measured
-from kvjax.core.types import IncompatibleMethod, SlotTaken
-from kvjax.methods.catalogue import FAMILIES, recipe
+from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.methods.registry import FAMILIES, recipe
 from kvjax.methods.strings import parts_given
 from tests.documents import FENCE, check_command, commands
 
@@ -57,14 +57,14 @@ def test_a_page_explains_every_parameter_with_its_default(name):
 
 def test_a_parameter_that_nothing_explains_is_an_error(clean_catalogue, monkeypatch):
     @recipe("a test")
-    def mine(budget: int = 3, mystery: int = 4) -> kvjax.parts.Method:
+    def mine(budget: int = 3, mystery: int = 4) -> kvjax.method_api.Method:
         """Does something.
 
         budget: tokens that stay.
         """
-        return kvjax.parts.Method()
+        return kvjax.method_api.Method()
 
-    from kvjax.methods.catalogue import RECIPES
+    from kvjax.methods.registry import RECIPES
 
     with pytest.raises(LookupError, match="the docstring of mine does not say what 'mystery' means"):
         parameters.describe(RECIPES["mine"])
@@ -89,9 +89,9 @@ def test_pages_do_not_depend_on_what_a_user_has_registered(clean_catalogue):
     before = methods.page(recipes()["snapkv"]), methods.index(), composition.page()
 
     @recipe("a test")
-    def another() -> kvjax.parts.Method:
+    def another() -> kvjax.method_api.Method:
         """Does nothing."""
-        return kvjax.parts.Method()
+        return kvjax.method_api.Method()
 
     assert (methods.page(recipes()["snapkv"]), methods.index(), composition.page()) == before
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.given import write
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration.table_file import write
 from kvjax.engine.plan import specs
+from kvjax.errors import KvjaxError
 from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
-from kvjax.methods.identity import identity
+from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
+from kvjax.methods.method_hash import identity
 from kvjax.methods.strings import named, parse
-from kvjax.parts import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.testing import toy_model
 from tests.contract.table import RECIPES
 
@@ -71,7 +71,7 @@ def test_a_method_of_ones_own_is_known_by_all_its_fields():
 OWN = """
 import dataclasses
 
-from kvjax.parts import Scorer
+from kvjax.method_api import Scorer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.model import located, random_model
 from tests.test_checkpoint import CONFIG

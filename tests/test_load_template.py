@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.model import random_model
 from tests.test_checkpoint import CONFIG

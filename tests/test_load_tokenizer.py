@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models.tokenizer import Tokenizer
 
 PARTS = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")

@@ -15,13 +15,13 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError, cli, testing
-from kvjax.core.types import KvjaxWarning
+from kvjax.errors import KvjaxWarning
 from kvjax.eval.page import paired
 from kvjax.eval.run import store
+from kvjax.method_api import load_methods
 from kvjax.methods import loading
-from kvjax.methods.catalogue import RECIPES
-from kvjax.methods.identity import identity
-from kvjax.parts import load_methods
+from kvjax.methods.method_hash import identity
+from kvjax.methods.registry import RECIPES
 from kvjax.testing import toy_model
 
 VALUE_NORM = """
@@ -29,7 +29,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,9 @@ def write(path, text=VALUE_NORM, name="value_norm", sign=""):
 
 def test_a_loaded_method_works_in_strings_wherever_methods_do(tmp_path):
     model = toy_model(layers=1)
-    with pytest.raises(KvjaxError, match="unknown method 'value_norm'; .*--load FILE.*kvjax.parts.load_methods.*entry"):
+    with pytest.raises(
+        KvjaxError, match="unknown method 'value_norm'; .*--load FILE.*kvjax.method_api.load_methods.*entry"
+    ):
         kvjax.parse("value_norm:budget=4")
     assert load_methods(write(tmp_path / "mine.py")) == ("value_norm",)
     assert kvjax.name_of(kvjax.parse("value_norm:budget=4 + kivi:bits=4")) == "value_norm:budget=4 + kivi:bits=4"
@@ -255,7 +257,7 @@ SCRIPT = """
 if __name__ == "__main__":
     import sys
     from kvjax import cli
-    from kvjax.parts import load_methods
+    from kvjax.method_api import load_methods
 
     assert load_methods(__file__) == ("value_norm",)
     sys.exit(cli.main(["methods", "--load", "mine.py", "value_norm"]))

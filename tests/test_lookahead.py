@@ -13,13 +13,14 @@ import pytest
 
 import kvjax
 from kvjax.core import memory
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine import forward
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams
-from kvjax.generation import loop
+from kvjax.errors import KvjaxError
+from kvjax.generation import decode_loop
 from kvjax.generation.compiled import jit_with
 from kvjax.testing import full_copies, toy_model
 
@@ -37,10 +38,10 @@ def start(model, method, temperature=0.0, length=12):
     """A state after the first draft, its sampler and its target."""
     s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
-    state = loop.begin(last, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, num_tokens=length)
+    state = decode_loop.begin(last, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, num_tokens=length)
     state, target = dataclasses.replace(state, cache=cache), Target(model.config)
     if num_draft_tokens(cache.plan):
-        state = jax.jit(loop.draft_first, static_argnames="target")(model.params, state, s, target=target)
+        state = jax.jit(decode_loop.draft_first, static_argnames="target")(model.params, state, s, target=target)
     return state, s, target
 
 
@@ -48,7 +49,7 @@ def start(model, method, temperature=0.0, length=12):
 def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
     """Then guess and truth have equal logits, and share their randomness."""
     state, s, target = start(model, "specache:bits=1,group=8,residual=64", temperature)
-    step = jax.jit(loop.step, static_argnames="target")
+    step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         guess = state.tokens[:, 1]
         state = step(model.params, state, s, target=target)
@@ -59,7 +60,7 @@ def test_only_true_tokens_are_kept(model):
     """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
     out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
     state, s, target = start(model, EXACT, length=9)
-    step = jax.jit(loop.step, static_argnames="target")
+    step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         state = step(model.params, state, s, target=target)
     assert [row.tolist() for row in np.asarray(state.out)] == out.tokens
@@ -142,7 +143,7 @@ def after_the_fetch(text: str) -> list[str]:
 def lowered(model, method: str) -> str:
     state, s, target = start(model, method)
     inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
-    step = jax.jit(functools.partial(loop.step, compiled=inlined), static_argnames="target")
+    step = jax.jit(functools.partial(decode_loop.step, compiled=inlined), static_argnames="target")
     return step.lower(model.params, state, s, target=target).as_text()
 
 
@@ -159,7 +160,7 @@ def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
 
 def test_the_loop_copies_no_host_buffer(model):
     state, s, target = start(model, SMALL)
-    decode_until = jit_with(loop.decode_until, ("target",), ("state",))
+    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",))
     program = decode_until.lower(model.params, state, jnp.int32(5), s, target=target).compile().as_text()
     assert not full_copies(program, state.cache.layers[0].k.data.shape)
 

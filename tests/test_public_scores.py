@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.hold.thin import Thin
+from kvjax.cache.codecs.thin import Thin
+from kvjax.cache.eviction.granularity import per_head
+from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, Window
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, Window
-from kvjax.cache.select.selection import SelectedSlots, make_selection
-from kvjax.cache.select.units import per_head
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock

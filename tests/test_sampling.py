@@ -11,8 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.core.attention import NEG
-from kvjax.core.types import KvjaxError
 from kvjax.engine.sampling import SamplingParams, filtered, row_keys, sample
+from kvjax.errors import KvjaxError
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab

@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.generation import archive, save
-from kvjax.parts import load_methods
+from kvjax.generation.cache_ops import archive, save
+from kvjax.method_api import load_methods
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)
@@ -81,7 +81,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.parts import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.methods.catalogue import FAMILIES
+from kvjax.methods.registry import FAMILIES
 from tests import browser
 from tests.test_generated_pages import NAMES
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import kvjax
-from kvjax.methods.catalogue import load_all
+from kvjax.methods.registry import load_all
 from tests import typecheck
 
 
@@ -36,7 +36,17 @@ def test_blocks_stand_on_the_lines_of_their_page(tmp_path, monkeypatch):
 
 def test_the_public_modules_are_among_those_that_are_checked():
     checked = {str(path.relative_to(typecheck.ROOT)) for path in typecheck.modules()}
-    for name in ("", ".cache_ops", ".cachegen", ".eval", ".methods", ".parts", ".reuse", ".speculative", ".testing"):
+    for name in (
+        "",
+        ".cache_ops",
+        ".cachegen",
+        ".eval",
+        ".methods",
+        ".method_api",
+        ".reuse",
+        ".speculative",
+        ".testing",
+    ):
         path = inspect.getsourcefile(__import__(f"kvjax{name}", fromlist=["x"]))
         assert path and path.removeprefix(f"{typecheck.ROOT}/") in checked, name
 

@@ -9,8 +9,8 @@ import functools
 import re
 from collections.abc import Sequence
 
-from kvjax.methods.catalogue import FAMILIES, Recipe, is_ours, load_all
 from kvjax.methods.pairs import Verdict, verdict
+from kvjax.methods.registry import FAMILIES, Recipe, is_ours, load_all
 
 
 def recipes() -> dict[str, Recipe]:

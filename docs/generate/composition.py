@@ -7,7 +7,7 @@ import itertools
 
 from docs.generate.catalogue import code_list, pair_verdict, recipes, refusals
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import Recipe
+from kvjax.methods.registry import Recipe
 
 
 def fills(recipe: Recipe) -> list[str]:

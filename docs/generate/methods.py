@@ -16,9 +16,9 @@ from docs.generate.catalogue import by_family, code_list, family_page, pair_verd
 from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
 from docs.generate.parameters import describe
 from experiments.methods import measured
+from kvjax.cache.calibration.table_kinds import KINDS
 from kvjax.cache.method import Method
-from kvjax.cache.tables import KINDS
-from kvjax.methods.catalogue import FAMILIES, Recipe
+from kvjax.methods.registry import FAMILIES, Recipe
 from kvjax.methods.strings import parse, parts_given
 
 Measured = Mapping[str, Mapping[str, Any]]

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from docs.generate.catalogue import recipes
-from kvjax.methods.catalogue import Recipe
+from kvjax.methods.registry import Recipe
 
 COMMON = {
     "budget": "Tokens of the prompt that are kept per layer and key/value head.",

@@ -24,7 +24,7 @@ from experiments.bench.common import integers, interleaved, machine, progress, r
 from experiments.bench.ours import Ours
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
-from kvjax.generation.exact import Exact
+from kvjax.generation.reuse.full_kv import Exact
 
 EQUAL = "equal heads"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.generation.exact import of_arrays
+from kvjax.generation.reuse.full_kv import of_arrays
 
 
 class Ours:

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
-from kvjax.core.arguments import float_type
 from kvjax.core.matmul import WITHOUT_PACKING, matmul
+from kvjax.utils.arguments import float_type
 
 PASSES = 8
 Shape = tuple[int, int]

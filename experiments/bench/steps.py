@@ -30,9 +30,9 @@ from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import Killed, alone
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
-from kvjax.core.arguments import dtype_name
 from kvjax.methods.strings import split_many
 from kvjax.models import Config
+from kvjax.utils.arguments import dtype_name
 
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
 METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"

@@ -18,7 +18,7 @@ from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.command import words
 from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.generation.exact import held_in_full
+from kvjax.generation.reuse.full_kv import held_in_full
 from kvjax.models.tokenizer import FILE
 from kvjax.testbed import corpus, tasks
 

@@ -31,7 +31,7 @@ from experiments.papers.eviction_tables import (
     signature_note,
 )
 from kvjax import KvjaxError
-from kvjax.eval.page.panels import percents
+from kvjax.eval.page.charts import percents
 
 
 def infllm(budget: int) -> str:

@@ -25,10 +25,10 @@ from experiments.papers import common
 from experiments.papers.specache_table1 import MODELS
 from kvjax import Config, KvjaxError
 from kvjax.core import memory
-from kvjax.core.arguments import DTYPES, dtype_name
 from kvjax.core.attention import mix, scores
 from kvjax.core.types import Array
 from kvjax.models import checkpoint
+from kvjax.utils.arguments import DTYPES, dtype_name
 
 CONFIGS = {name.lower(): figures.config for name, figures in MODELS.items()} | SHAPES
 

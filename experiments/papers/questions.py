@@ -15,7 +15,7 @@ from kvjax import KvjaxError, Model
 from kvjax.eval.run.harness import reference
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.frame import framed
+from kvjax.eval.tasks.chat_format import framed
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
 

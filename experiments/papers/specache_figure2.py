@@ -30,7 +30,7 @@ from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
-from kvjax.eval.page.panels import percents
+from kvjax.eval.page.charts import percents
 from kvjax.eval.tasks.symbols import knows_symbols
 
 PERCENT = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]

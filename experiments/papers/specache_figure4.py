@@ -21,7 +21,7 @@ import kvjax
 from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.eval.page import panels
+from kvjax.eval.page import charts
 from kvjax.eval.page.summary import mean_error
 from kvjax.eval.run import store
 from kvjax.eval.run.bars import bars
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluated(args, model, methods, [TASK], spec)
     found, path = cells(records), args.out / "specache_figure4.png"
-    maps = panels.needles(records)[TASK]
+    maps = charts.needles(records)[TASK]
 
     def draw(axes: Any) -> None:
         for ax, panel in zip([axes] if len(maps) == 1 else axes, maps, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import kvjax
 from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
-from kvjax.eval.page.panels import percents
+from kvjax.eval.page.charts import percents
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
 # Averages over 10 LongBench tasks of Mistral and LLaMA-3 in Table 1, 1 bit, g = 32; there 0 rows go with residual 128.

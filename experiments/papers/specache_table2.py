@@ -21,7 +21,7 @@ from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
 from kvjax import Method
-from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, Needs
 
 # Size, and the average of 10 LongBench tasks for Mistral-7B-Instruct-v0.2 and LLaMA-3-8B-Instruct (Table 2).

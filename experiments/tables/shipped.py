@@ -1,6 +1,6 @@
 """The tables that ship with kvjax: `python -m experiments.tables.shipped [KIND ...]` makes them, all or some.
 
-Of every kind that is registered (kvjax/cache/tables.py) examples for the battery's layers, of random numbers, and a
+Of every kind that is registered (`kvjax.cache.calibration.table_kinds`) examples for the layers of the battery, and a
 table for the shipped model, calibrated on the source code of Python's library, where a text can give one. For learned
 ones it is random numbers too: the format, and nothing to measure. Kinds in `REAL` also ship for the models that Python
 packages bring, where these are installed.
@@ -14,12 +14,12 @@ import sys
 import numpy as np
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import FOLDER
-from kvjax.cache.tables import KINDS, Kind
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import FOLDER
+from kvjax.cache.calibration.table_kinds import KINDS, Kind
+from kvjax.calibrate import arrays
 from kvjax.engine.plan import specs
-from kvjax.generation.calibrate import arrays
-from kvjax.methods.catalogue import load_all
+from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 from tests.contract import layer
@@ -45,7 +45,7 @@ def write(name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     said = "random numbers: an example of the format"
     for file, spec in EXAMPLES.items():
-        given.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], said)
+        table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], said)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
     if learned(kind):
@@ -56,7 +56,7 @@ def write(name: str) -> None:
         if kind.documents(model.config.vocab_size, model.config.max_positions) is not None:
             read = "documents of its own"
         said = f"kvjax calibrate {name} testbed, {read}"
-    given.write(folder / "testbed.safetensors", name, all_specs[0], layers, said)
+    table_file.write(folder / "testbed.safetensors", name, all_specs[0], layers, said)
     for real in REAL.get(name, ()):
         write_real(name, real)
 
@@ -80,7 +80,7 @@ def write_real(name: str, model_name: str) -> None:
     layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
     read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
     said = f"kvjax calibrate {name} {model_name}, {read}"
-    given.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
+    table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
 
 
 if __name__ == "__main__":

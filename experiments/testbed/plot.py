@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from experiments.testbed.batches import KINDS  # noqa: E402
-from kvjax.eval.page.panels import percents  # noqa: E402
+from kvjax.eval.page.charts import percents  # noqa: E402
 
 
 def read_log(path: Path) -> list[dict]:

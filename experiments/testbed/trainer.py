@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from experiments.testbed import attention, batches, precision
 from experiments.testbed.curriculum import Curriculum, Progress
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, Decoder
 from kvjax.models.decoder import init
 from kvjax.testbed.corpus import Corpus

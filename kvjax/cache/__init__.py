@@ -1,1 +1,1 @@
-"""What a KV-cache method is: the contract, the slots, and how they compose."""
+"""What a KV-cache method is: the protocol, its components, and how they compose."""

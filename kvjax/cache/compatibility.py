@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.core.types import IncompatibleMethod
+from kvjax.errors import IncompatibleMethod
 
 if TYPE_CHECKING:
-    from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.bound_layer import MethodLayer
 
 _WHY_NONE_LEAVES = {
     "k": "its tokens, or its heads, are held together",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cache.hold.codecs import Codec, Host, Plain
+from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.core.types import IncompatibleMethod, SlotTaken
+from kvjax.errors import IncompatibleMethod, SlotTaken
 
 
 def compose(a: KVMethod, b: KVMethod) -> Method:

@@ -8,22 +8,22 @@ import typing
 from typing import Any
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.decode.policy import Policy
-from kvjax.cache.hold.codecs import Codec, Host, Plain
-from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.eviction.budget_allocation import LayerBudgets
+from kvjax.cache.eviction.budgets import budgets_of_layers
+from kvjax.cache.eviction.decode_policy import Policy
+from kvjax.cache.eviction.merging import MergeRule
+from kvjax.cache.eviction.representatives import Representatives
+from kvjax.cache.eviction.rescoring import SecondStageScorer
+from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.protocol import LayerSpec, Traits
-from kvjax.cache.read.full import Full
-from kvjax.cache.read.reader import Reader
-from kvjax.cache.select.budget_allocation import LayerBudgets
-from kvjax.cache.select.budgets import budgets_of_layers
-from kvjax.cache.select.merging import MergeRule
-from kvjax.cache.select.representatives import Representatives
-from kvjax.cache.select.rescoring import SecondStageScorer
-from kvjax.cache.select.selection import Selection
-from kvjax.cache.side_store import SideStore
-from kvjax.cache.slot_values import check_hashable, check_kind
+from kvjax.cache.readers.base import Reader
+from kvjax.cache.readers.full import Full
+from kvjax.cache.side_store.base import SideStore
+from kvjax.cache.validation import check_hashable, check_kind
 from kvjax.core.attention import AttentionPattern
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

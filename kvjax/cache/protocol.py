@@ -26,7 +26,8 @@ from jax.core import Tracer
 from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, TracedCall, pytree
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError, TracedCall
 
 State = TypeVar("State")  # any pytree; returned, never assigned to
 

@@ -13,7 +13,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 
 if TYPE_CHECKING:
-    from kvjax.cache.method_layer import MethodLayer
+    from kvjax.cache.bound_layer import MethodLayer
 
 MOST_KNOWN = 65_536
 """Results that are remembered: every length of a text that grows is one for each distinct layer."""

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, each beside a reference in plain JAX that computes the same."""
+"""JAX building blocks: types, attention, rotary embeddings, memory kinds, meshes, kernels."""

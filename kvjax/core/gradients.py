@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from kvjax.core.types import Array, GradientThroughBits
+from kvjax.core.types import Array
+from kvjax.errors import GradientThroughBits
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -28,7 +28,8 @@ from jax.experimental import compute_on as _compute_on_module
 
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels.fetch import fetch, fits, gather
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, pytree
+from kvjax.errors import KvjaxError
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory"

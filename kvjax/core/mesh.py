@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
 """Axis letter -> mesh axis."""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 
 
 def seeded(seed: int) -> Array:

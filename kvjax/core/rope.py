@@ -7,7 +7,8 @@ import sys
 
 import jax.numpy as jnp
 
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import json
 import sys
 from typing import Any
 
-from kvjax.core import documents
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
+from kvjax.utils import json_documents
 
 
 def dumps(value: Any) -> bytes:
@@ -25,7 +25,7 @@ def dumps(value: Any) -> bytes:
 def loads(content: bytes) -> Any:
     """Reads what `dumps` wrote; raises KvjaxError for anything else, and for a class that is not imported."""
     try:
-        return _from_json(documents.loads(content))
+        return _from_json(json_documents.loads(content))
     except KvjaxError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as e:
@@ -59,7 +59,7 @@ def _from_json(said: Any) -> Any:
     if module is None:
         raise KvjaxError(
             f"{name} is needed to read this program, and its module is not imported; import it first, or load the file "
-            "of a method with kvjax.parts.load_methods"
+            "of a method with kvjax.method_api.load_methods"
         )
     cls = functools.reduce(getattr, said["class"].split("."), module)
     if not isinstance(cls, type) or not _is_value_class(cls):

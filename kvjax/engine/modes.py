@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, last_positions
-from kvjax.cache.read.reader import by_query_blocks
+from kvjax.cache.readers.base import by_query_blocks
 from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree

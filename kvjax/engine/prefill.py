@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, slots_of
-from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
 from kvjax.core.mesh import constrain, vary
-from kvjax.core.types import Array, KVBlock, KvjaxError
+from kvjax.core.types import Array, KVBlock
 from kvjax.engine import sharded_layer
 from kvjax.engine.forward import (
     PLAIN,
@@ -30,6 +30,7 @@ from kvjax.engine.forward import (
 )
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
+from kvjax.errors import KvjaxError
 from kvjax.models.decoder import pick
 
 SHORT_PROMPT_TOKENS = 512

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.core import arguments
 from kvjax.core.attention import NEG
 from kvjax.core.random import checked_seed
-from kvjax.core.types import Array, KvjaxError, pytree
+from kvjax.core.types import Array, pytree
+from kvjax.errors import KvjaxError
+from kvjax.utils import arguments
 
 LEAST = 1e-30  # of a temperature and of top_p: logits over a smaller one would overflow, a smaller share be none
 

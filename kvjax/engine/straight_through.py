@@ -14,17 +14,18 @@ from typing import Any, ClassVar
 import jax
 from jax import lax
 
-from kvjax.cache.hold.by_prompt import KeysByPrompt
-from kvjax.cache.hold.codecs import Codec, CodecWrapper
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec, CodecWrapper
+from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
-from kvjax.cache.read.full import Full
-from kvjax.cache.shared import Behind
+from kvjax.cache.readers.full import Full
+from kvjax.cache.shared_prefix import Behind
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError
 
 
 @pytree

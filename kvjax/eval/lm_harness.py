@@ -18,11 +18,11 @@ from typing import Any
 from rich.progress import track
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.local import encode
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
 from kvjax.methods.loading import load_methods
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models import model as models

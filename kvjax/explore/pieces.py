@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.generation.stops import UNFINISHED
+from kvjax.generation.stopping import UNFINISHED
 from kvjax.models.tokenizer import Tokenizer
 
 BEFORE = 8  # tokens before a piece that it is decoded with: a tokenizer may write the first one in another way

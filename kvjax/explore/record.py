@@ -15,12 +15,13 @@ from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
 from kvjax.core.attention import NEG, scores, visible, weights
-from kvjax.core.types import Array, KvjaxWarning
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxWarning
 from kvjax.explore import state
 from kvjax.explore.steps import Steps
-from kvjax.explore.watch import Watch, Watched, own_cache, own_states, watched_layers
+from kvjax.explore.traced_state import Watch, Watched, own_cache, own_states, watched_layers
 from kvjax.generation.context import read
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
 from kvjax.methods.strings import Methods, named
 from kvjax.models.model import Model
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.cache.token_status import TokenStatus
 from kvjax.core.types import Array
-from kvjax.explore.notes import Notes
+from kvjax.explore.recorder import Notes
 
 HELD = 1  # the first byte, bit by bit: a query finds it; without this bit the token is gone, or yet to come
 KEY_HOST, VALUE_HOST = 2, 4  # its key, its value come from host memory

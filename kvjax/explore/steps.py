@@ -11,7 +11,7 @@ from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
 from kvjax.generation.context import Context
-from kvjax.generation.prompts import place
+from kvjax.generation.inputs import place
 from kvjax.models.model import Model
 
 

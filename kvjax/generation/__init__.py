@@ -1,1 +1,1 @@
-"""Prompts into caches, and tokens out of them."""
+"""The convenient layer: prompts as text or ids, padding, checks, timing, contexts."""

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.core import arguments
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target, exact_logits
 from kvjax.engine.plan import bind
+from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
+from kvjax.generation.inputs import Prompts, pad, place, round_up, token_ids
 from kvjax.generation.prompt_runner import run_prompts
-from kvjax.generation.prompts import Prompts, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
+from kvjax.utils import arguments
 
 
 def logits(model: Model, ids: Prompts) -> Array:

@@ -8,7 +8,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
 from kvjax.generation.generate import generate
 from kvjax.generation.result import Result
-from kvjax.generation.stops import Stop
+from kvjax.generation.stopping import Stop
 from kvjax.models.conversations import Messages
 from kvjax.models.model import Model
 

@@ -13,10 +13,11 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core import memory
-from kvjax.core.types import Array, KvjaxError, KvjaxWarning, OtherWeights
+from kvjax.core.types import Array
 from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
-from kvjax.generation.planned import bytes_of
+from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
+from kvjax.generation.memory_plan import bytes_of
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.config import LARGEST, Config
 from kvjax.models.model import Model

@@ -12,22 +12,24 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared import Behind
-from kvjax.cache.states import as_one, as_rows
-from kvjax.core import arguments
-from kvjax.core.shown import table
-from kvjax.core.types import Array, KvjaxError, OtherWeights
+from kvjax.cache.shared_prefix import Behind
+from kvjax.cache.state import as_one, as_rows
+from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
-from kvjax.generation import calls, checks, save, shared, splice, states
+from kvjax.errors import KvjaxError, OtherWeights
+from kvjax.generation import calls, checks
+from kvjax.generation.cache_ops import edit, extend_prefix, save, sequences
+from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.prompt_runner import run_prompts
-from kvjax.generation.prompts import Prompts, round_up, token_ids
 from kvjax.generation.result import Result, joined
 from kvjax.generation.session import DecodeSession, start_decoding
-from kvjax.generation.stops import Stop
+from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
+from kvjax.utils import arguments
+from kvjax.utils.display import table
 
 ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
 
@@ -243,7 +245,7 @@ class Context:
         `kvjax.cache_ops.crop` says for which methods. What comes next is known only when something is fed: `ask` does
         it, and `feed`.
         """
-        return self._before_feeding(states.crop(self.cache, lengths))
+        return self._before_feeding(sequences.crop(self.cache, lengths))
 
     def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
         """The context of a text in which tokens start..stop-1 have been replaced, without reading on from there (PIE).
@@ -251,16 +253,16 @@ class Context:
         One text per row, an empty one to delete; see `kvjax.cache_ops.splice`. What comes next is known only when
         something is fed: `ask` does it, and `feed`.
         """
-        return self._before_feeding(splice.splice(self.model, self.cache, start, stop, tokens))
+        return self._before_feeding(edit.splice(self.model, self.cache, start, stop, tokens))
 
     def pick(self, which: Sequence[int]) -> Context:
         """The rows of these numbers, in this order, each as often as it is named."""
-        chosen = states.rows(self.cache, which)
+        chosen = sequences.rows(self.cache, which)
         return dataclasses.replace(self, cache=chosen, last=as_rows(None, self.last, np.asarray(which)))
 
     def branch(self, times: int) -> Context:
         """Each row so many times, to go on differently; the copies of a row lie next to each other."""
-        return self.pick(states.branches(self.rows, times))
+        return self.pick(sequences.branches(self.rows, times))
 
     def join(self, *others: Context) -> Context:
         """The rows of this context and of others, of one model, method and capacity, as one batch."""
@@ -271,7 +273,7 @@ class Context:
                 raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
         parts = (self, *others)
         known = {x.last.shape[1] for x in parts}
-        cache = states.join([x.cache for x in parts])
+        cache = sequences.join([x.cache for x in parts])
         if len(known) > 1:
             return self._before_feeding(cache)
         return dataclasses.replace(self, cache=cache, last=as_one(None, [x.last for x in parts]))
@@ -294,7 +296,7 @@ class Context:
         own = self.method.own if isinstance(self.method, Behind) else self.method
         own = own if method is None else method_of(method)
         behind = Behind(self.method, own)
-        last, cache = shared.read_behind(self.model, self.cache, behind, ids, of, room, timer)
+        last, cache = extend_prefix.read_behind(self.model, self.cache, behind, ids, of, room, timer)
         return Context(self.model, cache, last, behind, timer.run_seconds)
 
     def _before_feeding(self, cache: Cache) -> Context:

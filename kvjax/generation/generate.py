@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.core import arguments
-from kvjax.core.types import KvjaxError
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, chosen_sampling
-from kvjax.generation import calls, checks, stops
+from kvjax.errors import KvjaxError
+from kvjax.generation import calls, checks, stopping
+from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.prompt_runner import run_prompts
-from kvjax.generation.prompts import Prompts, token_ids
 from kvjax.generation.result import Result
 from kvjax.generation.session import DecodeSession, chosen_loop, start_decoding
-from kvjax.generation.stops import Stop
+from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.utils import arguments
 
 
 def start(
@@ -42,7 +42,7 @@ def start(
     arguments.integer("max_new_tokens", max_new_tokens)
     params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     loop = chosen_loop(loop, stop, max_new_tokens)
-    ids, stop, timer = token_ids(model, prompts), stops.strings(model, stop), Timer()
+    ids, stop, timer = token_ids(model, prompts), stopping.strings(model, stop), Timer()
     if cache is None:
         plan = bind(method, model.config)
         last, filled = run_prompts(model, plan, ids, calls.room(ids, capacity, max_new_tokens), timer=timer)

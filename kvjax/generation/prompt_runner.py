@@ -10,15 +10,16 @@ from typing import Any, cast
 import jax
 
 from kvjax.cache.protocol import Cache, slots_of
-from kvjax.core import arguments
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target
 from kvjax.engine.prefill import prefill
+from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
-from kvjax.generation.prompts import pad, place, round_up
+from kvjax.generation.inputs import pad, place, round_up
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
+from kvjax.utils import arguments
 
 
 def run_prompts(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.core.shown import shortened, table
+from kvjax.utils.display import shortened, table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

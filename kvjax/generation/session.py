@@ -13,16 +13,17 @@ import numpy as np
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
 from kvjax.core.random import seeded
-from kvjax.core.types import Array, KvjaxError
+from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, SamplingParams
-from kvjax.generation import checks, stops
-from kvjax.generation import loop as decode_loop
+from kvjax.errors import KvjaxError
+from kvjax.generation import checks, stopping
+from kvjax.generation import decode_loop as decode_loop
 from kvjax.generation.compiled import compiled_for, jit_with, options_for
-from kvjax.generation.loop import DecodeState
+from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.result import Result
-from kvjax.generation.stops import Stop
+from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 
@@ -55,7 +56,7 @@ class DecodeSession:
             return self.result()
         self._end_rows()
         while int(self.state.i) < limit and not np.asarray(self.state.done).all():
-            self.advance(min(limit, int(self.state.i) + stops.LOOK))
+            self.advance(min(limit, int(self.state.i) + stopping.LOOK))
             self._end_rows()
         return self.result()
 
@@ -130,10 +131,10 @@ class DecodeSession:
         """What has been generated."""
         tokenizer, tokens = self.model.tokenizer, self._rows()
         if self.stop and tokenizer is not None:
-            tokens = [stops.shortest(tokenizer, row, self.stop) for row in tokens]
+            tokens = [stopping.shortest(tokenizer, row, self.stop) for row in tokens]
         return Result(
             tokens,
-            None if tokenizer is None else [stops.before(self._text(row), self.stop) for row in tokens],
+            None if tokenizer is None else [stopping.before(self._text(row), self.stop) for row in tokens],
             ["stop" if done else "length" for done in np.asarray(self.state.done)],
             state_bytes(self.cache),
             self.prefill_seconds,
@@ -158,7 +159,7 @@ class DecodeSession:
         """The text of one row as it is made, piece by piece; together they are its text in `result`."""
         shown = ""
         for _ in self.columns(count):
-            text = stops.settled(self._text(self._rows()[0]), self.stop)
+            text = stopping.settled(self._text(self._rows()[0]), self.stop)
             if len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
@@ -176,7 +177,7 @@ class DecodeSession:
     def _end_rows(self) -> None:
         """Ends the rows whose text has a stop string."""
         if self.stop:
-            found = np.array([stops.has_one(self._text(row), self.stop) for row in self._rows()])
+            found = np.array([stopping.has_one(self._text(row), self.stop) for row in self._rows()])
             self.state = dataclasses.replace(self.state, done=self.state.done | found)
 
 
@@ -201,13 +202,13 @@ def start_decoding(
     """
     loop = chosen_loop(loop, stop, max_new_tokens)
     checks.check_decoding(model, cache, max_new_tokens)
-    timer, stop, sampler = timer or Timer(), stops.strings(model, stop), sampling.sampler()
+    timer, stop, sampler = timer or Timer(), stopping.strings(model, stop), sampling.sampler()
     prefill_seconds = timer.run_seconds
     with timer.timed():
         state = decode_loop.begin(
             last,
             seeded(sampling.seed),
-            stops.end_ids(model, eos_ids),
+            stopping.end_ids(model, eos_ids),
             sampler,
             num_tokens=max_new_tokens,
             first_row=np.int32(first_row),

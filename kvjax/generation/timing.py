@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from kvjax.core import compile_cache
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 _COMPILE_EVENTS = {
     f"/jax/core/compile/{step}_duration" for step in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")

@@ -8,19 +8,20 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.policy import at_least, require_observation
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.eviction.decode_policy import at_least, require_observation
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.read import codebook
-from kvjax.cache.read.reader import ReadResult
-from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.cache.readers import codebook
+from kvjax.cache.readers.base import ReadResult
+from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core import memory
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import at_least
+from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.method import Method
 from kvjax.core.types import Array
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, everything
 
 

@@ -7,14 +7,15 @@ from fractions import Fraction
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
+from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
-from kvjax.cache.select.budget_allocation import HeadBudgets
-from kvjax.cache.select.ranking import BestOfModel, ModelRanking, count_best
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.units import top
-from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged
 
 

@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import at_least
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.method import Method
-from kvjax.cache.read.retrieve import Retrieve
+from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError, exportable
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, exportable
+from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -9,18 +9,19 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.given import Given
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.flags import Flagged
+from kvjax.cache.eviction.gates import Gates, attended
+from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.flags import Flagged
-from kvjax.cache.select.gates import Gates, attended
-from kvjax.cache.select.scorers import Scorer, Scores, token_scores
-from kvjax.cache.select.selection import make_selection
+from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.floats import BlockFloat
-from kvjax.cache.hold.ordered import Ordered
-from kvjax.cache.hold.rows import Rows
+from kvjax.cache.codecs.ordered import Ordered
+from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

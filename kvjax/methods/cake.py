@@ -6,16 +6,17 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.budget_allocation import LayerBudgets, match_total
+from kvjax.cache.eviction.scorers import Window, before_window, in_window
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budget_allocation import LayerBudgets, match_total
-from kvjax.cache.select.scorers import Window, before_window, in_window
-from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention_mass import Moments, Observation, moments
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.eviction.merging import arriving, at_slot, kept_scores, lost_tokens
+from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.merging import arriving, at_slot, kept_scores, lost_tokens
-from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.scorers import Window
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Window
-from kvjax.cache.select.selection import make_selection
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

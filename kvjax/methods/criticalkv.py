@@ -8,14 +8,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.eviction.representatives import check_share
+from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.read.reader import cut
-from kvjax.cache.select.representatives import check_share
-from kvjax.cache.select.rescoring import SecondStageScorer
+from kvjax.cache.readers.base import cut
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 EPSILON = 1e-4  # a token that nothing attends to may still win by its value

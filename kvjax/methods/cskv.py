@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.bases import JointBases
-from kvjax.cache.hold.lowrank import FromTable
-from kvjax.cache.hold.recent import Recent
+from kvjax.cache.calibration.bases import JointBases
+from kvjax.cache.codecs.low_rank import FromTable
+from kvjax.cache.codecs.recent import Recent
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -7,13 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.merging import Lost, arriving, mixed, nearest
-from kvjax.cache.select.selection import SelectedSlots
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
 ROUNDING = 1e-6  # a cosine this little below the threshold has reached it: so that equal cosines fare alike

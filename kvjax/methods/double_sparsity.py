@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.policy import at_least, require_observation
-from kvjax.cache.given import Given
-from kvjax.cache.hold.codecs import Codec, Plain
-from kvjax.cache.hold.rows import MinMax, Rows
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.eviction.channel_order import Channels
+from kvjax.cache.eviction.decode_policy import at_least, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.read.retrieve import Index, Retrieve
-from kvjax.cache.select.channel_order import Channels
+from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, pytree
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, everything
 
 

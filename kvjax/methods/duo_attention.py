@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.given import Given
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.calibration.head_tables import HeadWeights
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.head_tables import HeadWeights
-from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.selection import Selection
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.methods.registry import recipe
 from kvjax.methods.sinks_and_recent import Newest
 from kvjax.methods.trial import Trial, paged
 

@@ -6,17 +6,18 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import Policy, at_least
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.decode_policy import Policy, at_least
+from kvjax.cache.eviction.merging import arriving, lost_tokens, mixed
+from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merging import arriving, lost_tokens, mixed
-from kvjax.cache.select.scorers import Accumulated
-from kvjax.cache.select.selection import SelectedSlots, make_selection
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, constant
 
 LAST = 1  # the last token of a prompt always stays

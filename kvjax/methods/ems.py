@@ -7,17 +7,18 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, in_window
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.scorers import Scorer, Scores, head_scores, in_window
-from kvjax.cache.select.selection import SelectedSlots, make_selection
-from kvjax.cache.select.units import top
 from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

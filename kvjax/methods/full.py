@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, everything
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.outliers import ByChannel, ByToken
-from kvjax.cache.hold.residual import Residual
-from kvjax.cache.hold.tokens import Tokens
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.outliers import ByChannel, ByToken
+from kvjax.cache.codecs.residual import Residual
+from kvjax.cache.codecs.tokens import Tokens
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, constant
 
 

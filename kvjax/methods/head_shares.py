@@ -11,20 +11,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.given import Given
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.eviction.budgets import Budget, budgets_of_layers, kept_by_length
+from kvjax.cache.eviction.ranking import Candidates, Counted
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budget_allocation import HeadBudgets
-from kvjax.cache.select.budgets import Budget, budgets_of_layers, kept_by_length
-from kvjax.cache.select.ranking import Candidates, Counted
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.selection import Selection
-from kvjax.cache.tables import Kind, table
+from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, IncompatibleMethod, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged
 
 FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))

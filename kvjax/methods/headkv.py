@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.cache.given import Given
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.calibration.head_tables import HeadWeights
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction import scorers
+from kvjax.cache.eviction.head_budgets import ByTable, Lengths, of_all_heads
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select import scorers
-from kvjax.cache.select.head_tables import HeadWeights
-from kvjax.cache.select.heads import ByTable, Lengths, of_all_heads
-from kvjax.cache.select.selection import make_selection
-from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged
 
 

@@ -9,20 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.policy import at_least
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks
-from kvjax.cache.read.retrieve import slots_of_queries
-from kvjax.cache.read.ring import Ring
+from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.retrieval import slots_of_queries
+from kvjax.cache.readers.ring_buffer import Ring
 from kvjax.core import memory
 from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits, shares
+from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits, shares
 from kvjax.core.attention import weights
-from kvjax.core.types import Array, KvjaxError, Partial
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, Partial
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

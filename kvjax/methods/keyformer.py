@@ -8,16 +8,17 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.decode.policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
-from kvjax.core.types import Array, KVBlock, KvjaxError, exportable
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, exportable
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, constant
 
 

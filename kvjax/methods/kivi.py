@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kvjax.cache.hold import groups_fused  # noqa: F401 (registers the kernel for these codes)
-from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.codecs import group_quant_kernel  # noqa: F401 (registers the kernel for these codes)
+from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
-from kvjax.cache.read.full import Full
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.readers.full import Full
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
@@ -66,7 +66,7 @@ def kivi(
 
     bits: of a code (the paper: 2 or 4). group: elements that share a scale and a minimum (the paper: 32). residual:
     recent tokens in full precision (the paper: 128). one_bit: levels of one-bit codes, "improved" (SpeCache, eq. 3) or
-    "original" (KIVI's rule). kernel: "auto", "xla" or "pallas", see `kvjax.parts.Full`. Attention in the prompt is
+    "original" (KIVI's rule). kernel: "auto", "xla" or "pallas", see `kvjax.method_api.Full`. Attention in the prompt is
     exact; a residual as long as prompt and answer makes all of it exact. Where heads keep unequal numbers of tokens, as
     in 'snapkv:budget=256 + adakv:page=32 + kivi', the prompt lies in pages, `group` divides a page, and all of the
     prompt's tokens are codes: the residual is that of decoded tokens alone.

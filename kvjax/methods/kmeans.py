@@ -7,13 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.eviction.representatives import Units, check_share
 from kvjax.cache.method import Method
-from kvjax.cache.select.representatives import Units, check_share
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
-from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 from kvjax.methods.kvcrush import votes
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

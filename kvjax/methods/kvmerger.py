@@ -7,16 +7,17 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.merging import arriving, at_slot, directions, lost_tokens, mixed
+from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.merging import arriving, at_slot, directions, lost_tokens, mixed
-from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
-from kvjax.cache.select.selection import SelectedSlots, make_selection
-from kvjax.cache.select.units import top
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
 

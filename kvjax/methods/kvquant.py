@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.hold.first import FirstExact
-from kvjax.cache.hold.nonuniform import Levels, NonUniform
-from kvjax.cache.hold.outliers import ByChannel, ByToken, Outliers
-from kvjax.cache.hold.sparse import Sparse
+from kvjax.cache.codecs.exact_prefix import FirstExact
+from kvjax.cache.codecs.nonuniform import Levels, NonUniform
+from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
+from kvjax.cache.codecs.sparse import Sparse
+from kvjax.cache.eviction.representatives import Count
 from kvjax.cache.method import Method
-from kvjax.cache.select.representatives import Count
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
@@ -60,7 +60,7 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     bits: 2, 3 or 4 (the authors'; also 8). outliers: the share that is held exactly, of each channel of the keys and of
     each token of the values, and never less than the two ends (0.01; with 0 there are none). first: so many first
     tokens are exact (1). every: decoded tokens stay as they came until so many are there, and get ranges of their own
-    (unverified: no paper's). table: a file of levels that are made with kvjax.cache.hold.nonuniform, for keys and
+    (unverified: no paper's). table: a file of levels that are made with kvjax.cache.codecs.nonuniform, for keys and
     values of each layer; without one they are those of NormalFloat (authors: by Fisher information). An outlier takes
     4 bytes beside itself in a key, and 1 in a value. Attention in the prompt is exact.
     """

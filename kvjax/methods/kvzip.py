@@ -7,18 +7,19 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.level import level_slots
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.scope import level_slots
+from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.cache.read.reader import cut
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, token_scores
-from kvjax.cache.select.selection import make_selection
+from kvjax.cache.readers.base import cut
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged, selected
 
 FIRST = "\n\nRepeat the previous context exactly."

@@ -6,15 +6,16 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.granularity import by_unit
+from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.scorers import Scorer, Scores, token_scores
-from kvjax.cache.select.selection import make_selection
-from kvjax.cache.select.units import by_unit
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 NARROW = 1e-6  # a channel that spans less than this in a partition does not vary there

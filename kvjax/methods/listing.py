@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, Recipe, load_all
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, Recipe, load_all
 from kvjax.methods.strings import recipe_of
 
 MORE = "`kvjax methods NAME ...` has parameters, defaults and sources; `a + b` composes methods"

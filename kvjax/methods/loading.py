@@ -17,8 +17,8 @@ import types
 import warnings
 from pathlib import Path
 
-from kvjax.core.types import KvjaxError, KvjaxWarning
-from kvjax.methods.catalogue import RECIPES, Recipe, file_of, is_ours, load_all
+from kvjax.errors import KvjaxError, KvjaxWarning
+from kvjax.methods.registry import RECIPES, Recipe, file_of, is_ours, load_all
 
 ENTRY_POINTS = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
@@ -44,7 +44,7 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
       KvjaxError: the file or module is missing, fails (the message has the line), or defines no method.
 
     Example:
-      >>> kvjax.parts.load_methods("my_method.py")
+      >>> kvjax.method_api.load_methods("my_method.py")
       ('value_norm',)
     """
     text, before = os.fspath(source), dict(load_all())
@@ -58,7 +58,7 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
         return names
     raise KvjaxError(
         f'{text} defines no method; one is a function below `@recipe("where it comes from")` that returns a '
-        "kvjax.Method, with `recipe` from kvjax.parts"
+        "kvjax.Method, with `recipe` from kvjax.method_api"
     )
 
 

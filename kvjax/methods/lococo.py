@@ -6,15 +6,16 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.given import Given
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.convolution import Convolution, convolved
+from kvjax.cache.eviction.convolution_table import Convolutions
+from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.convolution import Convolution, convolved
-from kvjax.cache.select.convolution_table import Convolutions
-from kvjax.cache.select.scorers import Accumulated
-from kvjax.cache.select.selection import SelectedSlots, make_selection
-from kvjax.core.types import KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

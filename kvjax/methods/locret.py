@@ -7,17 +7,17 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.given import Given
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.retaining import RetainingHeads, by_head, retained
+from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.retaining import RetainingHeads, by_head, retained
-from kvjax.cache.select.scorers import Scorer, Scores, token_scores
-from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import KVBlock
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

@@ -7,15 +7,16 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, below_others, head_scores
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.merging import Lost, arriving, mixed, nearest
-from kvjax.cache.select.scorers import Accumulated, Scorer, Scores, below_others, head_scores
-from kvjax.cache.select.selection import SelectedSlots, make_selection
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 RULES = ("pivot", "average", "weighted", "normalised")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.bases import Bases
-from kvjax.cache.hold.lowrank import FromTable
+from kvjax.cache.calibration.bases import Bases
+from kvjax.cache.codecs.low_rank import FromTable
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.hold.bases import JointBases
-from kvjax.cache.hold.lowrank import FromTable
+from kvjax.cache.calibration.bases import JointBases
+from kvjax.cache.calibration.table_kinds import table as register
+from kvjax.cache.codecs.low_rank import FromTable
 from kvjax.cache.method import Method
-from kvjax.cache.tables import table as register
-from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

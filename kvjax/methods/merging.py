@@ -6,14 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.merging import SMALL, arriving, mixed, nearest
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.merging import SMALL, arriving, mixed, nearest
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.selection import SelectedSlots
-from kvjax.cache.select.units import top
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

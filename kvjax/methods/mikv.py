@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.hold.balanced import Balanced
-from kvjax.cache.hold.by_prompt import TiersByPrompt
-from kvjax.cache.hold.codecs import Plain
-from kvjax.cache.hold.rows import MinMax, Rows
-from kvjax.cache.hold.tier import Tier
-from kvjax.cache.hold.tokens import Tokens
+from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.base import Plain
+from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
+from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.eviction.scorers import Accumulated
 from kvjax.cache.method import Method
-from kvjax.cache.select.scorers import Accumulated
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.directions import SharedDirections
+from kvjax.cache.codecs.directions import SharedDirections
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, everything
 
 

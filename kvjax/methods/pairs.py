@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvjax.cache.compose import compose
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.core.types import IncompatibleMethod, SlotTaken
+from kvjax.errors import IncompatibleMethod, SlotTaken
 from kvjax.methods.strings import parse
 
 LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))

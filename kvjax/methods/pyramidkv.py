@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvjax.cache.eviction import budgets, scorers
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.select import budgets, scorers
-from kvjax.cache.select.selection import make_selection
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

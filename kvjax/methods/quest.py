@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.method import Method
-from kvjax.cache.read.retrieve import Index, Retrieve
+from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core.attention import scores
-from kvjax.core.types import Array, KvjaxError, exportable
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, exportable
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

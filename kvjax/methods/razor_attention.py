@@ -7,16 +7,17 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.given import Given
-from kvjax.cache.hold.pages import Pages
+from kvjax.cache.calibration.head_tables import RetrievalHeads
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.eviction.merging import lost_tokens
+from kvjax.cache.eviction.selection import SelectedSlots, Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.head_tables import RetrievalHeads
-from kvjax.cache.select.heads import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.select.merging import lost_tokens
-from kvjax.cache.select.selection import SelectedSlots, Selection
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.sinks_and_recent import Newest
 from kvjax.methods.trial import Bytes, Sizes, Trial, paged
 

@@ -8,16 +8,17 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.policy import Policy
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.decode_policy import Policy
+from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState, last_positions
-from kvjax.cache.select.units import gather
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import at_least
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.read.reader import Reader, ReadResult
-from kvjax.cache.read.retrieve import Index, Retrieve, slots_of_queries
+from kvjax.cache.readers.base import Reader, ReadResult
+from kvjax.cache.readers.retrieval import Index, Retrieve, slots_of_queries
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

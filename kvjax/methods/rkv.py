@@ -7,16 +7,17 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.eviction.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
-from kvjax.cache.select.selection import make_selection
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.recompress import Recompress, latest
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

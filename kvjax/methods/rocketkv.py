@@ -7,15 +7,16 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.decode.policy import at_least
+from kvjax.cache.eviction import scorers
+from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.read.retrieve import Retrieve
-from kvjax.cache.select import scorers
-from kvjax.cache.select.selection import make_selection
+from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core.attention import NEG, scores, weights
-from kvjax.core.types import Array, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

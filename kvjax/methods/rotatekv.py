@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.across_heads import AcrossHeads
-from kvjax.cache.hold.bases import Bases
-from kvjax.cache.hold.first import FirstExact
-from kvjax.cache.hold.rows import Rows
-from kvjax.cache.hold.zero_point import ZeroPoint
+from kvjax.cache.calibration.bases import Bases
+from kvjax.cache.codecs.across_heads import AcrossHeads
+from kvjax.cache.codecs.exact_prefix import FirstExact
+from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.zero_point import ZeroPoint
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.stairs import Staircase
+from kvjax.cache.codecs.stairs import Staircase
 from kvjax.cache.method import Method
-from kvjax.core.types import KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.lowrank import Fitted
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.low_rank import Fitted
+from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.read.reader import by_query_blocks
-from kvjax.cache.read.retrieve import attend_slots
-from kvjax.cache.select.units import gather, slots_where, top
-from kvjax.cache.side_store import SideStore
+from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.retrieval import attend_slots
+from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.hold.codecs import Codec, Host, Plain
-from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.read.reader import Reader, ReadResult
+from kvjax.cache.readers.base import Reader, ReadResult
 from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial, pytree
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.errors import KvjaxError
 from kvjax.methods.kivi import codes_bytes
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

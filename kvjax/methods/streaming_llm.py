@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.decode.policy import Policy, at_least
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.decode_policy import Policy, at_least
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, constant
 
 

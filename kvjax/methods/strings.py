@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 from kvjax.cache import compose as slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.core.types import KvjaxError, SlotTaken
-from kvjax.methods.catalogue import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
+from kvjax.errors import KvjaxError, SlotTaken
+from kvjax.methods.registry import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
@@ -198,7 +198,7 @@ def recipe_of(name: str) -> Recipe:
     close = nearest(name, recipes) or ";"
     raise KvjaxError(
         f"unknown method {name!r}{close} `kvjax methods` lists them all, and one of your own is "
-        "known after --load FILE (in Python kvjax.parts.load_methods(FILE)), or if an installed package has it as "
+        "known after --load FILE (in Python kvjax.method_api.load_methods(FILE)), or if an installed package has it as "
         "an entry point of the group kvjax.methods"
     )
 

@@ -6,14 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.by_prompt import TiersByPrompt
-from kvjax.cache.hold.codecs import Codec, Plain
-from kvjax.cache.hold.thin import Thin
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
+from kvjax.cache.codecs.thin import Thin
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

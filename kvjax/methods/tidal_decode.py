@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.read.full import Full
-from kvjax.cache.read.reader import Reader, ReadResult, by_query_blocks, logits
-from kvjax.cache.read.retrieve import attend_slots
+from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits
+from kvjax.cache.readers.full import Full
+from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.core.attention import NEG, weights
-from kvjax.core.types import Array, KvjaxError, Partial
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, Partial
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, everything
 
 

@@ -8,16 +8,17 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.future_queries import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.budgets import TokenBudget
-from kvjax.cache.select.future import mean_over_bare, still_seen, sum_of_queries, turned_ahead
-from kvjax.cache.select.scorers import Scorer, Scores, head_scores
-from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention import NEG
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 

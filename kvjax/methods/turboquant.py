@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvjax.cache.hold.ends import Ends
-from kvjax.cache.hold.even import EvenSteps
-from kvjax.cache.hold.floats import Fp8
-from kvjax.cache.hold.lloyd import LloydMax
-from kvjax.cache.hold.rows import Rows
+from kvjax.cache.codecs.ends import Ends
+from kvjax.cache.codecs.even import EvenSteps
+from kvjax.cache.codecs.lloyd import LloydMax
+from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
-from kvjax.methods.catalogue import recipe
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

@@ -7,18 +7,19 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.separable import SeparableTokens
-from kvjax.cache.hold.tier import Tier
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.scorers import Scorer, Scores, head_scores
-from kvjax.cache.select.units import top
+from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 

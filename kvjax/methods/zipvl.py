@@ -6,19 +6,20 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.codecs import Codec
-from kvjax.cache.hold.separable import SeparableTokens
-from kvjax.cache.hold.tier import Tiers
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.eviction.granularity import top
+from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.representatives import fraction_of
-from kvjax.cache.select.units import top
+from kvjax.cache.side_store.mixed_precision import Tiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, KvjaxError
-from kvjax.methods.catalogue import recipe
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 from kvjax.methods.zipcache import Probes, tiers_bytes
 

@@ -10,8 +10,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.core import documents
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
+from kvjax.utils import json_documents
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -116,7 +116,7 @@ def _config(file: Path | Traversable) -> dict[str, Any]:
     """`tokenizer_config.json`, empty where there is none."""
     if not file.is_file():
         return {}
-    return documents.parsed(_text(file), str(file))
+    return json_documents.parsed(_text(file), str(file))
 
 
 def _default(found: Any, file: Path | Traversable) -> str | None:

@@ -7,9 +7,9 @@ import json
 import sys
 from typing import Any
 
-from kvjax.core import arguments, documents
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
+from kvjax.utils import arguments, json_documents
 
 LARGEST = 2**31 - 1  # sizes and positions are 32-bit integers on a device
 
@@ -94,7 +94,7 @@ class Config:
     def from_json(cls, text: str) -> Config:
         """From the text of `to_json`; raises KvjaxError on a foreign or damaged file."""
         try:
-            raw: dict[str, Any] = documents.loads(text)
+            raw: dict[str, Any] = json_documents.loads(text)
             scaling = raw.pop("rope_scaling", None)
             for name in ("windows", "eos_ids"):
                 if raw.get(name) is not None:

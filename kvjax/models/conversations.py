@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models.chat import FILE, ChatTemplate, Conversation
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.core.arguments import float_type
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.random import seeded
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint, conversations
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.config import Config
@@ -27,6 +26,7 @@ from kvjax.models.conversations import Messages
 from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.utils.arguments import float_type
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

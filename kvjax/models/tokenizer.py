@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
     import tokenizers

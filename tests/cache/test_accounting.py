@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import CacheBytes, KvjaxError
 from kvjax.cache.accounting import array_bytes, full_bytes
-from kvjax.core.types import KvjaxWarning
+from kvjax.errors import KvjaxWarning
 from kvjax.generation import checks
 from kvjax.testing import toy_model
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.budgets import Pyramid, Ratio, Table, Tokens, Uniform, budgets_of_layers, kept_by_length
-from kvjax.core.types import KvjaxError
+from kvjax.cache.eviction.budgets import Pyramid, Ratio, Table, Tokens, Uniform, budgets_of_layers, kept_by_length
+from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles.eviction import pyramid, pyramid_peer

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import Given
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 
 SPEC = dataclasses.replace(layer.spec(), num_layers=2)
@@ -19,7 +19,7 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=2)
 @pytest.fixture
 def path(tmp_path):
     rows = [{"weights": np.full((layer.K,), i + 0.5, np.float32)} for i in range(2)]
-    return str(given.write(tmp_path / "heads.safetensors", "heads", SPEC, rows, "a test"))
+    return str(table_file.write(tmp_path / "heads.safetensors", "heads", SPEC, rows, "a test"))
 
 
 def test_each_layer_finds_its_own_arrays(path):
@@ -32,7 +32,7 @@ def test_each_layer_finds_its_own_arrays(path):
 def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
     copy, other = tmp_path / "copy", tmp_path / "other"
     copy.write_bytes(Path(path).read_bytes())
-    given.write(other, "heads", SPEC, [{"weights": np.zeros(layer.K, np.float32)}] * 2)
+    table_file.write(other, "heads", SPEC, [{"weights": np.zeros(layer.K, np.float32)}] * 2)
     assert Given(str(copy), "heads") == Given(path, "heads") and hash(Given(str(copy), "heads"))
     assert Given(str(other), "heads") != Given(path, "heads") != Given(path, "bases")
 
@@ -65,7 +65,7 @@ def test_what_is_no_table_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="is no safetensors file"):
         Given(str(tmp_path / "text"), "heads").of(SPEC)
     with pytest.raises(KvjaxError, match="1 sets of arrays for 2 layers"):
-        given.write(tmp_path / "few", "heads", SPEC, [{}])
-    bad = given.write(tmp_path / "bad", "heads", SPEC, [{"weights": np.array([1, np.nan], np.float32)}] * 2)
+        table_file.write(tmp_path / "few", "heads", SPEC, [{}])
+    bad = table_file.write(tmp_path / "bad", "heads", SPEC, [{"weights": np.array([1, np.nan], np.float32)}] * 2)
     with pytest.raises(KvjaxError, match="not finite"):
         Given(str(bad), "heads").of(SPEC, weights=(2,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvjax import KvjaxError, methods, parse, planned_bytes
-from kvjax.cache.select.budgets import Tokens
-from kvjax.methods.catalogue import LARGEST, load_all
+from kvjax.cache.eviction.budgets import Tokens
+from kvjax.methods.registry import LARGEST, load_all
 from kvjax.testing import toy_model
 
 CONFIG = toy_model(layers=2).config

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.pages import Pages
-from kvjax.cache.select.budget_allocation import HeadBudgets, Table
-from kvjax.core.types import Array, KVBlock, KvjaxError
+from kvjax.cache.eviction.budget_allocation import HeadBudgets, Table
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.oracles import adakv as oracle

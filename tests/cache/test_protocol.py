@@ -7,11 +7,11 @@ import pytest
 
 import kvjax
 from kvjax.cache import protocol
-from kvjax.cache.method_layer import MethodLayer
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.protocol import EditableLayer, KVMethod, LayerSpec, RewindableLayer, SizedLayer, Traits
-from kvjax.cache.shared import Behind, Shared
+from kvjax.cache.shared_prefix import Behind, Shared
 from kvjax.core.rope import Rope
-from kvjax.core.types import IncompatibleMethod
+from kvjax.errors import IncompatibleMethod
 
 SPEC = LayerSpec(0, 1, 2, 2, 8, None, Rope(8, 10000.0))
 ABILITIES = [

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.quantise import dequantise, pack, quantise, unpack
+from kvjax.cache.codecs.bit_packing import dequantise, pack, quantise, unpack
 from tests.oracles import kivi
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.read.reader import by_query_blocks
+from kvjax.cache.readers.base import by_query_blocks
 from kvjax.core.attention import attend_dense
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
 

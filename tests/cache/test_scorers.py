@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.scorers import Accumulated, Window
+from kvjax.cache.eviction.scorers import Accumulated, Window
 from kvjax.core.attention import causal_with_sums
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.random import Random
 from tests.contract.layer import spec

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select import units as selection
-from kvjax.cache.select.units import Chunk, Page, Token, select, top
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.cache.eviction import granularity as selection
+from kvjax.cache.eviction.granularity import Chunk, Page, Token, select, top
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from tests.oracles import eviction as oracle
 
 LENGTHS = (21, 5, 14)

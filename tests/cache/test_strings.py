@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from kvjax import Method, compose, methods, name_of, parse
-from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.cache.codecs.base import Host, Plain
 from kvjax.engine.plan import bind
-from kvjax.methods.catalogue import FAMILIES, OWN_FAMILY, RECIPES, load_all
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.method_api import recipe
 from kvjax.methods.kcache import TopV
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, RECIPES, load_all
 from kvjax.methods.strings import split_many
-from kvjax.parts import recipe
 from kvjax.testing import toy_model
 
 
@@ -98,7 +98,7 @@ def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
 
 def test_the_files_of_methods_are_loaded_one_after_the_other():
     """A file that loaded the others while it registers its own would reverse their order, in which pages show them."""
-    code = "from kvjax.methods.catalogue import load_all; print(*load_all())"
+    code = "from kvjax.methods.registry import load_all; print(*load_all())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import tables
-from kvjax.cache.given import FOLDER, Given
-from kvjax.cache.tables import KINDS, Kind, table
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration import table_kinds
+from kvjax.cache.calibration.table_file import FOLDER, Given
+from kvjax.cache.calibration.table_kinds import KINDS, Kind, table
 from kvjax.engine.plan import specs
-from kvjax.methods.catalogue import load_all
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import load_all
 from tests.contract import layer, test_devices
 
 load_all()
@@ -32,16 +32,16 @@ def test_no_table_ships_without_its_kind():
 
 
 def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
-    monkeypatch.setattr(tables, "KINDS", {})
+    monkeypatch.setattr(table_kinds, "KINDS", {})
 
     @table("gates")
     class Gates(Kind):
         def example(self, spec, rng):
             return {"gates": rng.random(spec.num_kv_heads)}
 
-    made = tables.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
+    made = table_kinds.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
     assert made["gates"].shape == (layer.K,)
     with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
-        tables.KINDS["gates"].count(None, None, layer.spec())
+        table_kinds.KINDS["gates"].count(None, None, layer.spec())
     with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):
         Gates.given("nowhere")

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints_convert.config import translate
 from checkpoints_convert.families import FAMILIES
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import RopeScaling
 
 LLAMA3 = {

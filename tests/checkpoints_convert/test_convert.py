@@ -24,7 +24,7 @@ from checkpoints_convert.check import check, lacking
 from checkpoints_convert.convert import convert, parts, read
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Directory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.fixtures import FAMILIES, ROOT, load_family
 

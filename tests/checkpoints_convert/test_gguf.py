@@ -19,7 +19,7 @@ from checkpoints_convert.convert import convert, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf_source import GgufSource, weights
 from checkpoints_convert.source import opened
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.checkpoints_convert.gguf_files import write
 from tests.fixtures import FAMILIES, ROOT

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from checkpoints_convert import gguf_tokenizer
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from tests.checkpoints_convert.gguf_metadata import keys, load, tiny
 from tests.fixtures import ROOT
 

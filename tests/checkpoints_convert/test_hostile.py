@@ -15,7 +15,7 @@ from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import INDEX, Directory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.fixtures import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from checkpoints_convert.convert import convert, read
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.checkpoints_convert.gguf_files import write
 from tests.fixtures import ROOT

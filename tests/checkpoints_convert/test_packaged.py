@@ -15,11 +15,11 @@ import kvjax
 from checkpoints_convert import packaged
 from checkpoints_convert.convert import read
 from checkpoints_convert.packaged import Packaged
-from kvjax.core.lock import Busy
-from kvjax.core.packages import InPackage
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
+from kvjax.utils.lock import Busy
+from kvjax.utils.packages import InPackage
 from tests.checkpoints_convert.gguf_files import write
 from tests.fixtures import ROOT
 

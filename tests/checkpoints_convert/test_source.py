@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints_convert.plan import plan
 from checkpoints_convert.source import INDEX, Directory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from tests.fixtures import ROOT
 
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -6,8 +6,8 @@ import functools
 import itertools
 
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.types import IncompatibleMethod
-from kvjax.methods.catalogue import Recipe, load_all
+from kvjax.errors import IncompatibleMethod
+from kvjax.methods.registry import Recipe, load_all
 from kvjax.methods.strings import parse
 from kvjax.methods.trial import Sizes, Trial
 from tests.contract import layer

@@ -15,11 +15,12 @@ import pytest
 
 import kvjax
 from kvjax.cache import protocol
+from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.protocol import LayerSpec, Needs, Traits
-from kvjax.cache.select.units import gather
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, IncompatibleMethod, KVBlock, KvjaxError
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite

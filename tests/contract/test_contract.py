@@ -16,9 +16,9 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.select.budget_allocation import SHARED_ROUNDING
+from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
 from kvjax.conformance import changed_types, wrong_positions
-from kvjax.core.types import IncompatibleMethod
+from kvjax.errors import IncompatibleMethod
 from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config

@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, slots_of
-from kvjax.cache.read.full import Full
+from kvjax.cache.readers.full import Full
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named, over_heads, per_device
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine import sharded_layer
-from kvjax.methods.catalogue import load_all
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.scorers import Scorer, Scores, token_scores
-from kvjax.cache.select.selection import make_selection
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import observed_block

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvjax import parse
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.types import IncompatibleMethod
+from kvjax.errors import IncompatibleMethod
 from kvjax.methods.pairs import verdict
 from tests.contract import layer
 from tests.contract.table import PAIRS, RECIPES, pair, parts, together

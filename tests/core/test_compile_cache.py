@@ -9,8 +9,8 @@ import pytest
 import kvjax
 from kvjax.core import compile_cache, matmul
 from kvjax.core.matmul import WITHOUT_PACKING
-from kvjax.core.types import KvjaxError
 from kvjax.engine import forward
+from kvjax.errors import KvjaxError
 from kvjax.generation import compiled, timing
 from kvjax.generation.compiled import jit_with
 from kvjax.testing import toy_model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.core import documents
-from kvjax.core.files import replacing
-from kvjax.core.types import KvjaxError, printable
+from kvjax.errors import KvjaxError, printable
+from kvjax.utils import json_documents
+from kvjax.utils.files import replacing
 
 DEEP = "[" * 100_000 + "]" * 100_000
 LESS_DEEP = '{"a":' * 300 + "1" + "}" * 300  # which Python reads, and then cannot show or copy everywhere
@@ -15,17 +15,17 @@ LESS_DEEP = '{"a":' * 300 + "1" + "}" * 300  # which Python reads, and then cann
 @pytest.mark.parametrize("content", [DEEP, DEEP.encode(), LESS_DEEP, "{", b"\xff{}", "1" * 5000, ""])
 def test_what_is_no_json_is_a_value_error(content):
     with pytest.raises(ValueError):
-        documents.loads(content)
+        json_documents.loads(content)
     with pytest.raises(KvjaxError, match="^here is not valid JSON .*; copy it again$"):
-        documents.parsed(content, "here")
+        json_documents.parsed(content, "here")
 
 
 def test_what_is_json_comes_back():
-    brackets = [[[]] * 3 for _ in range(documents.DEEPEST)]
-    assert documents.loads(str(brackets)) == brackets
-    assert documents.parsed('{"ä": "[[["}'.encode(), "here") == {"ä": "[[["}
+    brackets = [[[]] * 3 for _ in range(json_documents.DEEPEST)]
+    assert json_documents.loads(str(brackets)) == brackets
+    assert json_documents.parsed('{"ä": "[[["}'.encode(), "here") == {"ä": "[[["}
     with pytest.raises(KvjaxError, match="here does not hold a JSON object; do this"):
-        documents.parsed("[1]", "here", "do this")
+        json_documents.parsed("[1]", "here", "do this")
 
 
 def test_escape_codes_are_spelled_out():

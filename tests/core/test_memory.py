@@ -10,7 +10,7 @@ from jax import lax
 
 import kvjax
 from kvjax.core import memory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.testing import full_copies, toy_model
 
 B, K, S, W = 2, 2, 16, 8

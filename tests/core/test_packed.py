@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax.core.kernels import packed
 from kvjax.core.kernels.packed import Codes
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 
 EMPTY = -1e29  # below this, a maximum is that of no scores at all
 

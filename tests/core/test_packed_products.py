@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.core.kernels import products
 from kvjax.core.kernels.packed import Codes
 

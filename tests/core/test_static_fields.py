@@ -13,8 +13,9 @@ import pytest
 
 from kvjax import functional
 from kvjax.core import static_fields
-from kvjax.core.types import Array, KvjaxError, exportable, pytree
-from kvjax.methods.catalogue import load_all
+from kvjax.core.types import Array, exportable, pytree
+from kvjax.errors import KvjaxError
+from kvjax.methods.registry import load_all
 from kvjax.testing import toy_model
 
 

@@ -27,10 +27,10 @@ from jax import lax
 from kvjax import functional
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
-from kvjax.core.types import GradientThroughBits, KvjaxError
 from kvjax.engine.plan import specs
 from kvjax.engine.straight_through import StraightThrough, make_differentiable
-from kvjax.methods.catalogue import load_all
+from kvjax.errors import GradientThroughBits, KvjaxError
+from kvjax.methods.registry import load_all
 from kvjax.methods.specache import Copy
 from kvjax.methods.strings import parse
 from kvjax.models.config import Config

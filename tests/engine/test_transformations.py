@@ -27,7 +27,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
-from kvjax.methods.catalogue import load_all
+from kvjax.methods.registry import load_all
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 

@@ -13,13 +13,13 @@ import pytest
 from rich.progress import Progress
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval import Comparison, EvalRow, Spec, compare
 from kvjax.eval.page import summary
 from kvjax.eval.run import bars
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.parts import Method, Scorer, make_selection, recipe, token_scores
+from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.testing import toy_model
 from tests.eval import fake_run
 
@@ -77,10 +77,10 @@ def test_rows_plot_themselves(rows, tmp_path, monkeypatch):
     assert [text.get_text() for text in legend.get_texts()] == ["full", "kivi:bits=2"]
     with pytest.raises(KvjaxError, match="no row with both a quality and bytes"):
         Comparison(()).plot()
-    for name in ("kvjax.eval.page.plots", "kvjax.eval.page.panels", "matplotlib.axes"):
+    for name in ("kvjax.eval.page.plots", "kvjax.eval.page.charts", "matplotlib.axes"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr("kvjax.eval.page.plots", raising=False)
-    monkeypatch.delattr("kvjax.eval.page.panels", raising=False)
+    monkeypatch.delattr("kvjax.eval.page.charts", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     with pytest.raises(KvjaxError, match='plots need matplotlib: pip install "kvjax.eval."'):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.core.types import KvjaxError
-from kvjax.eval.page import report, written
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import report, safe_write
 from kvjax.eval.run import command, store
 from kvjax.eval.tasks import local
 from tests.eval import fake_run
@@ -157,9 +157,9 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path,
 def test_a_page_goes_through_links_and_pipes(tmp_path):
     (tmp_path / "target").write_text("before")
     (tmp_path / "link").symlink_to("target")
-    written.write(tmp_path / "link", "after")
+    safe_write.write(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
-    assert written.write(Path(os.devnull), "gone").is_char_device()
+    assert safe_write.write(Path(os.devnull), "gone").is_char_device()
 
 
 def test_a_negative_seed_is_refused_before_anything_runs():

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from kvjax import planned_bytes
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import command, equal_bytes
 from kvjax.methods.strings import joined, parse, parts_given
 from kvjax.testing import toy_model

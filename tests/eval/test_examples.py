@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvjax.core.types import KvjaxWarning
+from kvjax.errors import KvjaxWarning
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec

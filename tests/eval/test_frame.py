@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax import cli
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import command, evaluate, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.frame import NOW, framed
+from kvjax.eval.tasks.chat_format import NOW, framed
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.eval.tasks.public import PUBLIC

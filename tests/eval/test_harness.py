@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.methods.identity import identity
+from kvjax.methods.method_hash import identity
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model

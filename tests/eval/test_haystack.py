@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.haystack import FOUND, NEEDLE, QUESTION, Essay, inserted

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.strings import parse
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer

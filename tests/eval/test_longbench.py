@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, processors
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.local import encode
 from kvjax.eval.tasks.longbench import TASKS

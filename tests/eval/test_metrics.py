@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rouge_score import rouge_scorer
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask
 from kvjax.eval.tasks.metrics import METRICS, library
 

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.eval.page import orders, summary
-from kvjax.eval.page.orders import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
+from kvjax.eval.page import paper_claims, summary
+from kvjax.eval.page.paper_claims import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
 from tests.eval import fake_run
 
 
 def findings(records):
     records = list(records)
-    return orders.check(summary.rows(records), records)
+    return paper_claims.check(summary.rows(records), records)
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +62,17 @@ def pair(a, b, task="t", length=1):
 
 def test_differences_are_paired_and_stratified():
     a, b = np.array([1.0, 0.5, 0.0, 0.25]), np.array([0.75, 0.5, 0.0, 0.0])
-    run = orders.Run([*pair(a, b), *pair([1.0, 1.0], [0.0, 0.0], "u")])
-    d = run.difference("a", "b", orders.score)
+    run = paper_claims.Run([*pair(a, b), *pair([1.0, 1.0], [0.0, 0.0], "u")])
+    d = run.difference("a", "b", paper_claims.score)
     assert d.mean == pytest.approx(((a - b).mean() + 1) / 2) and d.cases == 6
     assert d.error == pytest.approx(math.sqrt((a - b).var(ddof=1) / 4) / 2)
-    assert run.difference("a", "b", orders.score, "u").mean == 1
-    assert run.difference("a", "b", orders.bits) is None
+    assert run.difference("a", "b", paper_claims.score, "u").mean == 1
+    assert run.difference("a", "b", paper_claims.bits) is None
 
 
 def test_only_cases_that_both_have_count():
     records = pair([1.0, 0.0], [1.0, 0.0])
-    d = orders.Run(records[:3]).difference("a", "b", orders.score)
+    d = paper_claims.Run(records[:3]).difference("a", "b", paper_claims.score)
     assert (d.cases, d.mean, d.error) == (1, 0, None)
 
 
@@ -81,13 +81,13 @@ def of(mean, error):
 
 
 def test_verdicts_need_two_errors():
-    assert [orders.better(of(*x)) for x in ((0.3, 0.1), (0.2, 0.1), (-0.3, 0.1), (0.3, None))] == [
+    assert [paper_claims.better(of(*x)) for x in ((0.3, 0.1), (0.2, 0.1), (-0.3, 0.1), (0.3, None))] == [
         SHOWN,
         WITHIN,
         NOT_SHOWN,
         WITHIN,
     ]
-    assert [orders.near(of(*x)) for x in ((0.0, 0.01), (0.0, 0.02), (-0.1, 0.01), (-0.02, 0.0))] == [
+    assert [paper_claims.near(of(*x)) for x in ((0.0, 0.01), (0.0, 0.02), (-0.1, 0.01), (-0.02, 0.0))] == [
         SHOWN,
         WITHIN,
         NOT_SHOWN,

@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from kvjax.eval.page import panels, plots, summary
+from kvjax.eval.page import charts, plots, summary
 from tests.eval import fake_run
 from tests.eval.axes import check_percents, check_scales, ticks
 
@@ -44,7 +44,7 @@ def test_svg_is_well_formed_and_its_ids_are_its_own(drawn):
             seen |= ids
             assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= ids
             assert set(root.attrib["aria-labelledby"].split()) <= ids
-            assert "currentColor" in text and panels.INK not in text
+            assert "currentColor" in text and charts.INK not in text
             assert not re.search(r"<(style|metadata|image|script)", text)
 
 
@@ -55,31 +55,31 @@ def test_words_and_tooltips_carry_the_numbers(drawn):
 
 
 def test_styles_are_distinct_and_full_is_ink():
-    found = panels.styles(["full", *(f"m{i}" for i in range(42))])
-    assert len(set(found.values())) == 43 and found["full"].colour == panels.INK
+    found = charts.styles(["full", *(f"m{i}" for i in range(42))])
+    assert len(set(found.values())) == 43 and found["full"].colour == charts.INK
 
 
 def test_depth_as_asked_for_or_to_the_nearest_twentieth():
     task = {"task": "niah", "method": "full", "scores": [1.0]}
     asked = {"key": "a", "about": {"length": 512, "depth": 1 / 3}, "asks": [{"depth": 0.3}]}
     found = {"key": "b", "about": {"length": 512}, "asks": [{"depth": 0.741}]}
-    (panel,) = panels.needles([task | asked, task | found | {"scores": [0.0]}])["niah"]
+    (panel,) = charts.needles([task | asked, task | found | {"scores": [0.0]}])["niah"]
     assert "least 0 at 512 tokens, depth 75%" in panel.alt
-    assert panels.needles([task | asked]) == {}  # one depth is no map
+    assert charts.needles([task | asked]) == {}  # one depth is no map
     by_chance = [task | {"key": str(n), "about": {"length": n}, "asks": [{"depth": n / 4096}]} for n in (512, 1024)]
-    assert panels.needles(by_chance) == {}
+    assert charts.needles(by_chance) == {}
 
 
 def test_long_names_break_after_commas_and_spaces():
-    assert panels.wrapped("kcache:n=64,device_layers=1", 24) == "kcache:n=64,\ndevice_layers=1"
-    assert panels.wrapped("snapkv:budget=256 + kvcrush", 24) == "snapkv:budget=256 +\nkvcrush"
+    assert charts.wrapped("kcache:n=64,device_layers=1", 24) == "kcache:n=64,\ndevice_layers=1"
+    assert charts.wrapped("snapkv:budget=256 + kvcrush", 24) == "snapkv:budget=256 +\nkvcrush"
 
 
-def is_score(panel: panels.Panel) -> bool:
+def is_score(panel: charts.Panel) -> bool:
     return "score" in panel.alt and "depth" not in panel.alt
 
 
-def drawn_axes(panel: panels.Panel):
+def drawn_axes(panel: charts.Panel):
     with matplotlib.rc_context(plots.RC):
         ax = Figure(layout="constrained").subplots()
         panel.draw(ax)
@@ -119,7 +119,7 @@ def test_ticks_of_percents_are_round(low, high, said, whole, name):
     axis = ax.xaxis if name == "x" else ax.yaxis
     values = [low * whole, high * whole]
     ax.plot(*((values, [0, 1]) if name == "x" else ([0, 1], values)), "o")
-    panels.percents(axis, whole)
+    charts.percents(axis, whole)
     check_percents(axis, whole)
     first, last = axis.get_view_interval()
     assert first <= values[0] and values[1] <= last  # no marker lies outside

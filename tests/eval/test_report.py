@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired, report
 from tests import browser
 from tests.eval import fake_run

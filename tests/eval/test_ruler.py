@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import ruler, symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.eval.tasks.synthetic import SYNTHETIC

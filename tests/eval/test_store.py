@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 
 RUN = {

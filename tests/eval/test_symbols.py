@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.symbols import FAMILIES

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from experiments import divisions, divisions_figure
 from kvjax import KvjaxError
-from kvjax.generation.exact import read_exactly
+from kvjax.generation.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
 LENGTHS = 60, 47

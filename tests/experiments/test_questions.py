@@ -16,7 +16,7 @@ import kvjax
 from experiments.papers import eviction, kcache_table2, kvcrush_table3, questions
 from kvjax import KvjaxError, Model
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.frame import framed
+from kvjax.eval.tasks.chat_format import framed
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testing import toy_model

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from experiments.bench import absent, process, steps
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.generation.loop import decode_until
+from kvjax.generation.decode_loop import decode_until
 
 PROGRAM = """HloModule made_by_hand
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.testbed import attention, batches, ngram, plot, precision, train, trainer
 from experiments.testbed.curriculum import Curriculum, Progress
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint
 from kvjax.testbed import corpus, tasks, vocab
 

@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from kvjax import cli
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.explore import command
 from kvjax.models.model import load
 

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.generation import archive, cachegen, rans
+from kvjax.generation.cache_ops import archive
+from kvjax.generation.reuse import cachegen, rans
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)

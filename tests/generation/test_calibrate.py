@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.given import Given
+from kvjax import calibrate
+from kvjax.cache.calibration.table_file import Given
 from kvjax.cli import main
-from kvjax.core.types import KvjaxError
 from kvjax.engine.plan import specs
-from kvjax.generation import calibrate
-from kvjax.generation.exact import read_exactly
+from kvjax.errors import KvjaxError
+from kvjax.generation.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
 DOCUMENTS = [[5, 9, 2, 7, 7, 1, 30], [3, 8, 4], [11, 2, 2, 19, 6]]

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.core.types import KvjaxWarning
+from kvjax.errors import KvjaxWarning
 from kvjax.generation import checks
 from kvjax.generation.timing import Timer
 from kvjax.testing import toy_model

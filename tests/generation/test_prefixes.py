@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.prefixes import groups
+from kvjax.generation.reuse.prefix_tree import groups
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.engine.sampling import SamplingParams
-from kvjax.generation import acceptance
-from kvjax.generation.acceptance import chances, moved, shift
 from kvjax.generation.compiled import jit_with
-from kvjax.generation.rounds import all_rounds
+from kvjax.generation.speculative import acceptance
+from kvjax.generation.speculative.acceptance import chances, moved, shift
+from kvjax.generation.speculative.speculation_loop import all_rounds
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle

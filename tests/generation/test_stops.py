@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import kvjax
-from kvjax.core.types import KvjaxError
-from kvjax.generation import stops
+from kvjax.errors import KvjaxError
+from kvjax.generation import stopping
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -38,7 +38,7 @@ def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_co
 def test_no_step_is_run_after_all_rows_have_ended(whole):
     first = whole.text[0][:1]
     out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=first)
-    assert out.text == [""] and out.decode_steps < stops.LOOK
+    assert out.text == [""] and out.decode_steps < stopping.LOOK
 
 
 def test_a_context_knows_stop_strings_too(whole):
@@ -73,7 +73,7 @@ def test_streamed_columns_end_at_the_string(whole):
     ],
 )
 def test_what_is_settled(text, stop, settled):
-    assert stops.settled(text, stop) == settled
+    assert stopping.settled(text, stop) == settled
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [3]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.core.rope import rotate
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling
 from kvjax.models.layers import RMSNorm
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 

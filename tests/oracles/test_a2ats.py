@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.read import codebook
+from kvjax.cache.readers import codebook
 from kvjax.core import memory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.a2ats import Codewords
 from tests.contract import layer
 from tests.oracles import a2ats as oracle

@@ -8,8 +8,9 @@ import pytest
 
 import kvjax
 from kvjax.core.attention import attend_dense, causal, merge
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine.positions import token_positions
+from kvjax.errors import KvjaxError
 from kvjax.methods.a_shape import AShape
 from kvjax.models.decoder import Decoder
 from kvjax.testing import toy_model

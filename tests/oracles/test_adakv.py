@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.adakv import AdaKV
 from kvjax.testing import toy_model
 from tests.contract import layer

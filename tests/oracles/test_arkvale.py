@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.core import memory
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.arkvale import TightBoxes, arkvale
 from tests.contract import layer
 from tests.oracles import arkvale as oracle

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.cache.select.gates import Gates, attended
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.gates import Gates, attended
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.attention_gate import Gate
 from tests.contract import layer
 from tests.oracles import attention_gate as oracle
@@ -24,7 +25,7 @@ TABLE = Gates().example(SPEC, np.random.default_rng(3))
 
 
 def written(path, **changed: np.ndarray) -> str:
-    return str(given.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
+    return str(table_file.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
 
 
 def shown(d: layer.Data, padding: float = 0.0) -> tuple[KVBlock, Observation]:

@@ -9,11 +9,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.cache.hold.floats import BlockFloat
-from kvjax.cache.hold.ordered import Ordered
-from kvjax.cache.hold.rows import Rows
-from kvjax.core.types import KvjaxError
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.ordered import Ordered
+from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.quantizers import BlockFloat
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import bfp as oracle
 from tests.oracles.held import attended

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.budgets import Ratio
+from kvjax.cache.eviction.budgets import Ratio
 from kvjax.core.attention_mass import Observation, moments
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.cake import Preference, Shifting
 from kvjax.testing import toy_model
 from tests.contract import layer

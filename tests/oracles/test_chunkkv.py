@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import chunkkv as oracle
 

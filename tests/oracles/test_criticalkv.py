@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.rescoring import TwoStage
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.cache.eviction.rescoring import TwoStage
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.criticalkv import ByOutput, added
 from tests.contract import layer
 from tests.oracles import adakv, eviction

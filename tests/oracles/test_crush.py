@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.representatives import Units
-from kvjax.cache.select.scorers import Accumulated, Window
-from kvjax.cache.select.units import Chunk, Page, Token
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
+from kvjax.cache.eviction.representatives import Units
+from kvjax.cache.eviction.scorers import Accumulated, Window
 from kvjax.core.random import draw
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.kmeans import KMeans
 from kvjax.methods.kvcrush import KVCrush, hamming, pack
 from tests.oracles import crush as oracle

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.cur import Cur
 from tests.contract import layer
 from tests.oracles import cur as oracle

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import given
+from kvjax.cache.calibration import table_file
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.double_sparsity import LabelChannels, double_sparsity
 from tests.contract import layer
 from tests.oracles import double_sparsity as oracle
@@ -43,7 +44,7 @@ def test_channels_are_those_of_each_rows_and_heads_own_prompt():
 
 def test_a_table_says_which_channels_labels_have(tmp_path):
     order = np.stack([np.random.default_rng(h).permutation(layer.H) for h in range(layer.K)]).astype(np.int32)
-    table = given.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
+    table = table_file.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
     state = layer.prefill(layer.bound(f"{SMALL},table={table}"), layer.data())
     np.testing.assert_array_equal(state.reader_state.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
     np.testing.assert_array_equal(

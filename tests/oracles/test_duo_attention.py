@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.cache.select.head_tables import HeadWeights
-from kvjax.cache.select.heads import ALL
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.head_tables import HeadWeights
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.head_budgets import ALL
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine.plan import specs
+from kvjax.errors import KvjaxError
 from kvjax.methods.duo_attention import Streaming
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -31,7 +32,7 @@ def written(path, weights, spec=None) -> str:
     """A table of weights [L K] in a file."""
     weights = np.asarray(weights, np.float32)
     rows = [{"weights": row} for row in weights]
-    return str(given.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
 
 
 def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:

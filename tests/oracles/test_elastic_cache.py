@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.elastic_cache import IntoAnchors
 from tests.contract import layer
 from tests.oracles import elastic_cache as oracle

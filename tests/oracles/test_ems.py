@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.cache.select.scorers import Scores
-from kvjax.core.types import KvjaxError
+from kvjax.cache.eviction.scorers import Scores
+from kvjax.errors import KvjaxError
 from kvjax.methods.ems import GlobalLocal, IntoCentres
 from tests.contract import layer
 from tests.oracles import ems as oracle

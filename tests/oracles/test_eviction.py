@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.select.budgets import Uniform
-from kvjax.cache.select.scorers import Accumulated, Window
-from kvjax.cache.select.selection import Selection
-from kvjax.cache.select.units import Chunk, Page, Token, gather
+from kvjax.cache.eviction.budgets import Uniform
+from kvjax.cache.eviction.granularity import Chunk, Page, Token, gather
+from kvjax.cache.eviction.scorers import Accumulated, Window
+from kvjax.cache.eviction.selection import Selection
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.methods.keynorm import KeyNorm

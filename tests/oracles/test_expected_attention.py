@@ -12,7 +12,8 @@ import kvjax
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.expected_attention import ExpectedAttention, expected_logits
 from tests.contract import layer
 from tests.oracles import expected_attention as oracle

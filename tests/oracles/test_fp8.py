@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.hold.floats import Fp8
-from kvjax.core.types import KvjaxError
+from kvjax.cache.codecs.quantizers import Fp8
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import fp8 as oracle
 from tests.oracles.held import attended

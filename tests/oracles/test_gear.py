@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.outliers import ByChannel, ByToken
-from kvjax.cache.hold.residual import Residual
-from kvjax.cache.hold.tokens import Tokens
-from kvjax.core.types import KvjaxError
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.outliers import ByChannel, ByToken
+from kvjax.cache.codecs.residual import Residual
+from kvjax.cache.codecs.tokens import Tokens
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import gear as oracle
 from tests.oracles.held import attended

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.cache.select.budgets import Ratio, Uniform
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax import calibrate
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.budgets import Ratio, Uniform
 from kvjax.engine.plan import bind, specs
-from kvjax.generation import calibrate
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.head_shares import CalibratedShares, Division
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -39,7 +39,7 @@ def written(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
     """A table of shares [L K R] in a file."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
     rows = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
-    return str(given.write(path / "head_shares.safetensors", "head_shares", spec, [row | other for row in rows]))
+    return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [row | other for row in rows]))
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_a_table_of_another_model_or_without_arrays_is_refused(model, tmp_path):
     with pytest.raises(KvjaxError, match="was made for a model of layers=1, and this one has layers=3"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
     rows = [{"shares": x} for x in made_up()]
-    path = given.write(tmp_path / "bare", "head_shares", specs(model.config)[0], rows)
+    path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], rows)
     with pytest.raises(KvjaxError, match="has no array `0.fractions`; make the table anew"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
     with pytest.raises(KvjaxError, match="kvjax ships no table of head_shares for a model of layers=3"):

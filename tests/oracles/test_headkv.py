@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import Given
 from kvjax.engine.plan import specs
+from kvjax.errors import KvjaxError
 from kvjax.methods.headkv import Important
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -24,7 +24,7 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 def written(path, weights, spec=None) -> str:
     """A table of weights [L K] in a file."""
     rows = [{"weights": np.asarray(row, np.float32)} for row in weights]
-    return str(given.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
 
 
 def test_the_example_by_hand(tmp_path):

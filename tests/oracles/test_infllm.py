@@ -13,13 +13,14 @@ from jax import lax
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
+from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.compose import compose
 from kvjax.cache.method import Method
-from kvjax.cache.method_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.infllm import Blocks, infllm
 from kvjax.methods.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.keyformer import Keyformer, tempered
 from tests.contract import layer
 from tests.oracles import keyformer as oracle

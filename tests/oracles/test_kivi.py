@@ -13,8 +13,9 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.groups import Kivi
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import kivi
 

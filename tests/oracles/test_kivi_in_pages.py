@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.groups import Kivi
-from kvjax.core.types import IncompatibleMethod
+from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.errors import IncompatibleMethod
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kivi as oracle

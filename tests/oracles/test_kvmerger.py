@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.kvmerger import Gaussian, Sets
 from tests.contract import layer
 from tests.oracles import eviction

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.nonuniform import Levels, NonUniform, fitted, normal_float, normed
-from kvjax.cache.hold.sparse import Sparse
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration import table_file
+from kvjax.cache.codecs.nonuniform import Levels, NonUniform, fitted, normal_float, normed
+from kvjax.cache.codecs.sparse import Sparse
+from kvjax.errors import KvjaxError
 from kvjax.methods.kvquant import OfChannels, OfTokens
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
@@ -89,7 +89,7 @@ def test_levels_are_fitted_by_weight_and_normed():
 def test_a_table_gives_each_layers_levels(tmp_path):
     spec, near = layer.spec(), np.array([-1.0, -0.2, 0.4, 1])
     table = {"keys": np.stack([near, near * 2]).astype(np.float32), "values": np.zeros((2, 4), np.float32)}
-    path = str(given.write(tmp_path / "levels", "levels", spec, [table]))
+    path = str(table_file.write(tmp_path / "levels", "levels", spec, [table]))
     codec = NonUniform(2, 4, "token", Levels.given(path), "keys").at(spec)
     x = jnp.asarray([[0.0, 3, 5, 8, 10] + [10] * 27])[None, None]
     read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]

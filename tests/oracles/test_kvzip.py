@@ -12,10 +12,11 @@ import pytest
 import kvjax
 from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine.prefill import _copy_chunk
+from kvjax.errors import KvjaxError
+from kvjax.generation.inputs import pad
 from kvjax.generation.prompt_runner import replay_prompts
-from kvjax.generation.prompts import pad
 from kvjax.methods.kvzip import Repeated
 from kvjax.testing import toy_model
 from tests.contract import layer

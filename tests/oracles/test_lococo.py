@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import given
-from kvjax.cache.select.convolution import Convolution
-from kvjax.cache.select.convolution_table import Convolutions, halved, missed
+from kvjax.cache.calibration import table_file
+from kvjax.cache.eviction.convolution import Convolution
+from kvjax.cache.eviction.convolution_table import Convolutions, halved, missed
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lococo as oracle
@@ -28,7 +28,7 @@ TABLE = {
 
 
 def written(path, **changed: np.ndarray) -> str:
-    return str(given.write(path / "-".join(["table", *changed]), "lococo", SPEC, [TABLE | changed]))
+    return str(table_file.write(path / "-".join(["table", *changed]), "lococo", SPEC, [TABLE | changed]))
 
 
 def test_the_example_by_hand():

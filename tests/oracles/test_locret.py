@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cache import given
-from kvjax.cache.given import Given
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.retaining import RetainingHeads, as_released, by_head
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.retaining import RetainingHeads, as_released, by_head
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.locret import Retaining
 from tests.contract import layer
 from tests.oracles import eviction
@@ -32,7 +33,7 @@ def weights(hidden: int = 5) -> tuple[np.ndarray, np.ndarray]:
 
 
 def written(path, fc1, fc2, spec=SPEC) -> str:
-    return str(given.write(path / "table", "locret", spec, [{"fc1": fc1, "fc2": fc2}]))
+    return str(table_file.write(path / "table", "locret", spec, [{"fc1": fc1, "fc2": fc2}]))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.lookm import RULES, IntoNearest
 from tests.contract import layer
 from tests.oracles import eviction

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.hold.bases import Bases
-from kvjax.cache.hold.lowrank import Fitted, FromTable
-from kvjax.cache.hold.recent import Recent
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.bases import Bases
+from kvjax.cache.codecs.low_rank import Fitted, FromTable
+from kvjax.cache.codecs.recent import Recent
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from tests.contract import layer
 from tests.oracles import lowrank as oracle
 
@@ -37,7 +37,7 @@ def table(tmp_path):
 
     def write(kind: str, groups: int, *names: str) -> tuple[str, dict[str, np.ndarray]]:
         arrays = random_table(kind, groups, names)
-        return str(given.write(tmp_path / kind, kind, layer.spec(), [arrays])), arrays
+        return str(table_file.write(tmp_path / kind, kind, layer.spec(), [arrays])), arrays
 
     return write
 
@@ -52,7 +52,7 @@ def test_by_hand(tmp_path):
     """Of (3, 0), less the mean (1, 0), the direction (1, 1) / sqrt 2 holds sqrt 2, which is (2, 1)."""
     spec = dataclasses.replace(layer.spec(head_dim=2), num_kv_heads=1, num_groups=1)
     arrays = {"values": np.full((1, 2, 1), 0.5**0.5, np.float32), "values_mean": np.array([[1, 0]], np.float32)}
-    path = given.write(tmp_path / "table", "bases", spec, [arrays])
+    path = table_file.write(tmp_path / "table", "bases", spec, [arrays])
     codec = FromTable(table=Bases.given(str(path)), share=0.5).at(spec)
     x, pos = jnp.array([3.0, 0.0]).reshape(1, 1, 1, 2), jnp.zeros((1, 1, 1), jnp.int32)
     stored = codec.encode(x, pos)
@@ -179,7 +179,7 @@ def test_a_table_of_another_model_says_how_to_make_one():
 
 def test_a_table_of_few_directions_says_so(tmp_path):
     arrays = {"keys": np.zeros((K, H, 4)), "keys_mean": np.zeros((K, H))}
-    path = given.write(tmp_path / "few", "bases", layer.spec(), [arrays])
+    path = table_file.write(tmp_path / "few", "bases", layer.spec(), [arrays])
     with pytest.raises(KvjaxError, match="has 4 directions of keys, and 12 are to be held: 0.4 of 32 channels; lower"):
         layer.bound(f"matryoshka:table={path}")
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.eviction.granularity import gather
+from kvjax.cache.eviction.merging import nearest
+from kvjax.cache.eviction.scorers import Scores
+from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.merging import nearest
-from kvjax.cache.select.scorers import Scores
-from kvjax.cache.select.selection import SelectedSlots
-from kvjax.cache.select.units import gather
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope

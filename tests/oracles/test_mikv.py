@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.balanced import Balanced
-from kvjax.cache.hold.codecs import Plain
-from kvjax.cache.hold.tokens import Tokens
+from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.base import Plain
+from kvjax.cache.codecs.tokens import Tokens
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import mikv as oracle

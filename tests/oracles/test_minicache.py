@@ -12,16 +12,17 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.directions import between, by_length, likeness
+from kvjax.cache.codecs.directions import between, by_length, likeness
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
 from kvjax.engine.modes import LayerCall
-from kvjax.generation.exact import Exact, read_exactly
+from kvjax.errors import KvjaxError
+from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.models.config import Config
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer

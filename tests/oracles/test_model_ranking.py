@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.select.ranking import Candidates, ModelRanking
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.cache.eviction.ranking import Candidates, ModelRanking
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import keydiff

@@ -14,7 +14,8 @@ from kvjax.cache.accounting import array_bytes
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import rotate
-from kvjax.core.types import IncompatibleMethod, KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods import h2o, scissorhands, streaming_llm
 from kvjax.testing import dense_attention, full_copies
 from tests.contract.layer import bound, spec

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.cache.hold.groups import Kivi
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
-from kvjax.cache.read.retrieve import Retrieve
+from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Boxes, quest
 from kvjax.methods.strings import method_of
 from tests.contract import layer

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.given import Given
-from kvjax.cache.select.head_tables import COPIES, RetrievalHeads
-from kvjax.cache.select.heads import ALL
-from kvjax.cache.select.selection import SelectedSlots
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.head_tables import COPIES, RetrievalHeads
+from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.eviction.head_budgets import ALL
+from kvjax.cache.eviction.selection import SelectedSlots
+from kvjax.calibrate import calibrate
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
 from kvjax.engine.plan import specs
-from kvjax.generation.calibrate import calibrate
+from kvjax.errors import KvjaxError
 from kvjax.methods.razor_attention import Compensation, Razor
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -34,7 +35,7 @@ def written(path, echo, induction, spec=None) -> str:
         {"echo": np.asarray(e, np.float32), "induction": np.asarray(i, np.float32)}
         for e, i in zip(echo, induction, strict=True)
     ]
-    return str(given.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), rows))
+    return str(table_file.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), rows))
 
 
 @pytest.mark.parametrize(("echo", "induction"), [(0.01, 0.14), (0.1, 0.3), (0, 0), (1, 0)])

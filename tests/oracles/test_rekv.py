@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.rekv import MeanKeys, rekv
 from tests.contract import layer
 from tests.oracles import rekv as oracle

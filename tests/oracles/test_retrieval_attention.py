@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.rows import Absmax, Rows
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.per_token import Absmax, Rows
 from kvjax.core import memory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.retrieval_attention import retrieval_attention
 from tests.contract import layer
 from tests.oracles import retrieval_attention as oracle

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.rkv import RKV, redundancy
 from tests.contract import layer
 from tests.oracles import rkv as oracle

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box
 from kvjax.methods.rocketkv import Hybrid, rocketkv
 from tests.contract import layer

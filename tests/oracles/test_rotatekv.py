@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import given
-from kvjax.cache.hold.across_heads import AcrossHeads
-from kvjax.cache.hold.bases import Bases
-from kvjax.cache.hold.rows import Rows
-from kvjax.cache.hold.zero_point import ZeroPoint
-from kvjax.core.types import KvjaxError
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.bases import Bases
+from kvjax.cache.codecs.across_heads import AcrossHeads
+from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.zero_point import ZeroPoint
+from kvjax.errors import KvjaxError
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import rotatekv as oracle
@@ -63,7 +63,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
 def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     spec, rng = layer.spec(), np.random.default_rng(0)
     mean = rng.normal(size=(layer.K, layer.H)).astype(np.float32)
-    path = given.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
+    path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
     codec = AcrossHeads(Rows(ZeroPoint(8)), 2, Bases.given(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
     some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)

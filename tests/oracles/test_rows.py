@@ -11,11 +11,11 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold import pieces, quantise
-from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.cache.hold.rows import Absmax, MinMax, Quantiser, Rows, hadamard
+from kvjax.cache.codecs import bit_packing, blockwise
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.per_token import Absmax, MinMax, Quantiser, Rows, hadamard
 from kvjax.core import attention, memory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import rows as oracle
@@ -52,7 +52,7 @@ def real(x, pos):
 def test_the_example_by_hand():
     row = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
     coded = MinMax(4).encode(row)
-    assert quantise.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
+    assert bit_packing.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
     assert int(coded.scale[0]) & 15 == 5
     np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
 
@@ -69,7 +69,7 @@ def test_what_lies_outside_a_clipped_range_takes_the_nearest_code():
 def test_codes_are_those_of_the_formula(bits, shift):
     x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
     coded = MinMax(bits).encode(jnp.asarray(x))
-    codes, scales = np.asarray(quantise.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
+    codes, scales = np.asarray(bit_packing.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
     for row, got, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
         want, zero, scale = oracle.min_max(row, bits)
         assert word & (2**bits - 1) == zero
@@ -130,9 +130,9 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
     whole = codec.scores(q, stored), codec.mix(p, stored)
-    monkeypatch.setattr(pieces, "CHUNK", 3)
-    monkeypatch.setattr(pieces, "PIECE", 2 * 3 * 16)
-    assert pieces.size_of(4, S, 16) == (2, 3)
+    monkeypatch.setattr(blockwise, "CHUNK", 3)
+    monkeypatch.setattr(blockwise, "PIECE", 2 * 3 * 16)
+    assert blockwise.size_of(4, S, 16) == (2, 3)
     np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
 

@@ -10,10 +10,10 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.stairs import Staircase
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.stairs import Staircase
 from kvjax.core import memory
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import saq as oracle
 from tests.oracles.held import attended

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.hold.lowrank import Fitted
+from kvjax.cache.codecs.low_rank import Fitted
 from kvjax.core import memory
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.shadowkv import Shadow
 from tests.contract import layer
 from tests.oracles import shadowkv as oracle

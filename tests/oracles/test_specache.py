@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
 from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, prefill

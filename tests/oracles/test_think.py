@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.thin import Thin
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.thin import Thin
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.think import Older
 from kvjax.testing import dense_attention
 from tests.contract import layer

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.hold.codecs import Host, Plain
+from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.decode.policy import without_lowest
-from kvjax.core.types import IncompatibleMethod, KvjaxError
+from kvjax.cache.eviction.decode_policy import without_lowest
+from kvjax.errors import IncompatibleMethod, KvjaxError
 from tests.contract import layer
 from tests.oracles import tova as oracle
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.eviction.future_queries import mean_over_bare, sum_of_queries
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.select.future import mean_over_bare, sum_of_queries
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.triattention import TriAttention
 from tests.contract import layer
 from tests.oracles import triattention as oracle

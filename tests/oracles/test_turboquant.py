@@ -9,13 +9,13 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.codecs import Host, Plain
-from kvjax.cache.hold.even import EvenSteps
-from kvjax.cache.hold.lloyd import LloydMax, levels
-from kvjax.cache.hold.rows import Quantiser
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.even import EvenSteps
+from kvjax.cache.codecs.lloyd import LloydMax, levels
+from kvjax.cache.codecs.per_token import Quantiser
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles import turboquant as oracle

@@ -10,7 +10,8 @@ import kvjax
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.turned_queries import TurnedQueries
 from kvjax.testing import toy_model
 from tests.contract import layer

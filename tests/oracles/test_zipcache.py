@@ -11,15 +11,16 @@ import pytest
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.codecs import Host
-from kvjax.cache.hold.separable import SeparableTokens
-from kvjax.cache.hold.tier import Tier
+from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.eviction.scorers import Accumulated
 from kvjax.cache.method import Method
-from kvjax.cache.select.scorers import Accumulated
+from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.zipcache import Probes
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer

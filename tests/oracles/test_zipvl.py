@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.hold.channels import Channels
-from kvjax.cache.hold.separable import SeparableTokens
+from kvjax.cache.codecs.channels import Channels
+from kvjax.cache.codecs.separable import SeparableTokens
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
-from kvjax.core.types import KVBlock, KvjaxError
+from kvjax.core.types import KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.zipcache import Probes
 from kvjax.methods.zipvl import Unimportant
 from kvjax.testing import dense_attention

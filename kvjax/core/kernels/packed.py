@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton
 
 from kvjax.core.attention import NEG, attend_dense
 from kvjax.core.kernels.packed_kernel import ROWS, WORDS, Plan, kernel
-from kvjax.core.types import Array, KVBlock, KvjaxError, Partial
+from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.errors import KvjaxError
 
 PROGRAMS = 1024  # programs to aim at: about what an H200 holds at once, 8 warps on each of its 132 multiprocessors
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cache.protocol import Traits
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record
 from kvjax.methods.strings import Part, parse, parts_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
 
@@ -24,12 +24,12 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.markers import MarkerStyle
 
-    from kvjax.eval.page import panels
-    from kvjax.eval.page.panels import INK, Panel, Style, styles
+    from kvjax.eval.page import charts
+    from kvjax.eval.page.charts import INK, Panel, Style, styles
 except ImportError as e:
     raise KvjaxError('plots need matplotlib: pip install "kvjax[eval]"') from e
 
-SCALE = tuple(to_hex(panels.MAP(x)) for x in np.linspace(0, 1, 9))
+SCALE = tuple(to_hex(charts.MAP(x)) for x in np.linspace(0, 1, 9))
 RC: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "kvjax", "font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9},
     **{"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK},
@@ -56,10 +56,10 @@ def plots(rows: Sequence[Row], records: Iterable[Record]) -> list[Plot]:
     for length in summary.lengths(rows) or [None]:
         chosen = summary.at_length(rows, length)
         end = "" if length is None else f"-{length}"
-        found.append(Plot("tradeoff", f"tradeoff{end}", tuple(panels.tradeoffs(chosen, look)), length, look))
-        found.append(Plot("turns", f"turns{end}", tuple(panels.turns(chosen, look)), length))
-    found.append(Plot("length", "length", tuple(panels.by_length(rows, look)), styles=look))
-    found += [Plot("needle", f"needle-{task}", tuple(p)) for task, p in panels.needles(records).items()]
+        found.append(Plot("tradeoff", f"tradeoff{end}", tuple(charts.tradeoffs(chosen, look)), length, look))
+        found.append(Plot("turns", f"turns{end}", tuple(charts.turns(chosen, look)), length))
+    found.append(Plot("length", "length", tuple(charts.by_length(rows, look)), styles=look))
+    found += [Plot("needle", f"needle-{task}", tuple(p)) for task, p in charts.needles(records).items()]
     return [p for p in found if p.panels]
 
 
@@ -137,15 +137,15 @@ def figure(plot: Plot) -> Figure:
         axes = fig.subplots(lines, columns, squeeze=False).flat
         for ax, panel in zip(axes, plot.panels, strict=False):
             panel.draw(ax)
-            ax.set_title(panels.wrapped(panel.title, int(width * 11)), fontsize=9)
+            ax.set_title(charts.wrapped(panel.title, int(width * 11)), fontsize=9)
         for ax in axes[len(plot.panels) :]:
             ax.set_visible(False)
         if plot.styles:
             marks = [Line2D([], [], color=s.colour, marker=s.marker, linestyle="") for s in plot.styles.values()]
             fig.legend(marks, list(plot.styles), loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
         if plot.kind == "needle":
-            scale = ScalarMappable(cmap=panels.MAP)
-            fig.colorbar(scale, ax=fig.axes, format=panels.PERCENT, shrink=0.8, label=panels.SCORE)
+            scale = ScalarMappable(cmap=charts.MAP)
+            fig.colorbar(scale, ax=fig.axes, format=charts.PERCENT, shrink=0.8, label=charts.SCORE)
         fig.draw_without_rendering()  # now, while the settings of this page hold
     return fig
 

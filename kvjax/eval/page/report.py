@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.types import KvjaxError
-from kvjax.eval.page import orders, paired, plots, summary, written
-from kvjax.eval.page.orders import Finding
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import paired, paper_claims, plots, safe_write, summary
+from kvjax.eval.page.paper_claims import Finding
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
@@ -32,7 +32,7 @@ def write(directory: Path) -> Path:
     directory = Path(directory)
     records = read(directory)
     run = store.read_run(directory) if (directory / store.RUN).is_file() else {}
-    return written.write(directory / PAGE, render(records, run))
+    return safe_write.write(directory / PAGE, render(records, run))
 
 
 def read(directory: Path) -> list[Record]:
@@ -75,11 +75,11 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
             (m, markupsafe.Markup(plots.glyph(s))) for m, s in plots.styles(summary.ordered(rows, "method")).items()
         ],
         scale=plots.SCALE,
-        findings=_by_claim(orders.check(rows, records)),
+        findings=_by_claim(paper_claims.check(rows, records)),
         limits={
-            "errors": orders.ERRORS,
-            "near": f"{100 * orders.NEAR:.0f}",
-            "near_bits": orders.NEAR,
+            "errors": paper_claims.ERRORS,
+            "near": f"{100 * paper_claims.NEAR:.0f}",
+            "near_bits": paper_claims.NEAR,
             "loss": f"{100 * paired.LOSS:.0f}",
             "loss_bits": paired.LOSS,
             "enough": paired.ENOUGH,
@@ -113,7 +113,7 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
         what += f", with contexts of {' to '.join(f'{n:,}' for n in ends)} tokens"
     what += f": {_count(most('contexts'), 'context')} and {_count(most('questions'), 'question')} for each method"
     main = summary.main_length(answered)
-    exact = orders.Run(r for r in records if summary.length_of(r) in (main, None))
+    exact = paper_claims.Run(r for r in records if summary.length_of(r) in (main, None))
     together = ("device_percent", "host_percent")
     sizes = (("on the device", together[:1]), ("on device and host together", together))
     chosen = summary.at_length(rows, main)
@@ -121,7 +121,7 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     return {"what": what, "length": main, "exact": exact.full, "fewest": fewest}
 
 
-def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list[dict[str, Any]]:
+def _fewest(rows: Sequence[Row], run: paper_claims.Run, fields: Sequence[str]) -> list[dict[str, Any]]:
     """By method the tasks in which it takes the fewest bytes of all that keep up with the exact one."""
 
     def size(r: Row) -> float:
@@ -138,11 +138,11 @@ def _fewest(rows: Sequence[Row], run: orders.Run, fields: Sequence[str]) -> list
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in found.items()]
 
 
-def _difference(run: orders.Run, method: str, task: str) -> paired.Difference | None:
+def _difference(run: paper_claims.Run, method: str, task: str) -> paired.Difference | None:
     """A method beside the exact one, in the first measure that a task has; None for the exact one itself."""
     if method not in run.cases or run.full is None or method == run.full:
         return None
-    found = (run.difference(method, run.full, value, task) for _, value in orders.MEASURES)
+    found = (run.difference(method, run.full, value, task) for _, value in paper_claims.MEASURES)
     return next((d for d in found if d), None)
 
 
@@ -197,7 +197,7 @@ def _number(value: float | None, digits: int) -> dict[str, Any]:
 def _by_claim(findings: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for f in findings:
-        parts = [(task, orders.signed(d, f.measure)) for task, d in f.parts]
+        parts = [(task, paper_claims.signed(d, f.measure)) for task, d in f.parts]
         found.setdefault(f.claim, []).append({"finding": f, "parts": parts, "kind": f.verdict.replace(" ", "-")})
     return list(found.items())
 

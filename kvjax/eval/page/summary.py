@@ -13,7 +13,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from kvjax.eval.page import written
+from kvjax.eval.page import safe_write
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
@@ -196,7 +196,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> Path:
     writer = csv.DictWriter(text, FIELDS)
     writer.writeheader()
     writer.writerows(rows)
-    return written.write(Path(path), text.getvalue())
+    return safe_write.write(Path(path), text.getvalue())
 
 
 MOST_COLUMNS, WITH_ERRORS = 7, 3  # so that the table fits 100 columns

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Left
 
-from kvjax.core.shown import StatusLine
+from kvjax.utils.display import StatusLine
 
 
 def bars() -> Progress:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvjax.core.types import KvjaxError, KvjaxWarning
+from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import WIDTH
 from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.frame import framed
+from kvjax.eval.tasks.chat_format import framed
 from kvjax.eval.tasks.suite import words
 from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from rich.console import Console
 
-from kvjax.core import shown
-from kvjax.core.types import KvjaxError
-from kvjax.eval.page import summary, written
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import safe_write, summary
+from kvjax.utils import display
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ class Comparison(Sequence[EvalRow]):
         table = summary.table(self.to_dicts())
         heads = [str(column.header).replace("\n", "") for column in table.columns]
         title = "; ".join(str(part) for part in (table.title, table.caption) if part)
-        return shown.table(title, heads, zip(*(column.cells for column in table.columns), strict=True))
+        return display.table(title, heads, zip(*(column.cells for column in table.columns), strict=True))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Each row as a dict of all its fields, as `pandas.DataFrame` takes them."""
@@ -106,7 +106,7 @@ class Comparison(Sequence[EvalRow]):
         """The rows as a JSON list, also written to `path` if there is one."""
         text = json.dumps(self.to_dicts(), indent=2) + "\n"
         if path is not None:
-            written.write(Path(path), text)
+            safe_write.write(Path(path), text)
         return text
 
     def plot(self, path: str | Path | None = None) -> Figure:
@@ -125,7 +125,7 @@ class Comparison(Sequence[EvalRow]):
 
         rows = self.to_dicts()
         length, look = summary.main_length(rows), plots.styles(summary.ordered(rows, "method"))
-        drawn = tuple(plots.panels.tradeoffs(summary.at_length(rows, length), look))
+        drawn = tuple(plots.charts.tradeoffs(summary.at_length(rows, length), look))
         if not drawn:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
         figure = plots.figure(plots.Plot("tradeoff", "tradeoff", drawn, length, look))

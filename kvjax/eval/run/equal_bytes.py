@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvjax.core.types import KvjaxError
-from kvjax.generation.planned import planned_bytes
-from kvjax.methods.catalogue import load_all
+from kvjax.errors import KvjaxError
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import Part, joined, parts_given
 from kvjax.models.config import Config
 

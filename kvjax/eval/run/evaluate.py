@@ -13,13 +13,13 @@ import numpy as np
 from rich.progress import Progress
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
-from kvjax.generation.planned import planned_bytes
-from kvjax.methods.identity import identity
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.methods.method_hash import identity
 from kvjax.methods.strings import Methods, is_made_by_kvjax, named
 from kvjax.models.model import Model
 

@@ -13,11 +13,11 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
-from kvjax.generation import stops
+from kvjax.generation import stopping
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate
-from kvjax.generation.planned import planned_bytes
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
+from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.result import Result
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -150,4 +150,4 @@ def text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
     """What was answered: no more than was asked for, without end tokens, up to the first stop."""
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
-    return stops.before(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)
+    return stopping.before(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)

@@ -11,8 +11,8 @@ import numpy as np
 from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
 from kvjax.generation.context import Context, read
-from kvjax.generation.exact import Exact, read_exactly
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
+from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.models.model import Model
 
 SHARE = 1 / 8

@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 
 import jax
 
-from kvjax.core import documents
-from kvjax.core.files import replacing
-from kvjax.core.lock import claim
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
 from kvjax.models.model import Model, located
+from kvjax.utils import json_documents
+from kvjax.utils.files import replacing
+from kvjax.utils.lock import claim
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
 PINNED = ("digest", "dtype", "seed", "batch", "seen", "device")  # a run is continued only under the same ones
@@ -119,7 +119,7 @@ def read_run(directory: str | Path) -> dict[str, Any]:
     """What run.json says; raises KvjaxError if it is missing or damaged."""
     path = Path(directory) / RUN
     try:
-        run = documents.loads(path.read_bytes())
+        run = json_documents.loads(path.read_bytes())
         if not isinstance(run, dict) or "model" not in run:
             raise ValueError("it names no model")
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
         if not line.strip():
             continue
         try:
-            record = documents.loads(line)
+            record = json_documents.loads(line)
             wrong = _problem(record)
         except ValueError as e:
             wrong = f"is no JSON ({e})"

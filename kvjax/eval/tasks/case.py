@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvjax.core import arguments
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
+from kvjax.utils import arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import haystack, packaged, ruler
 from kvjax.eval.tasks.case import Case, Maker, Spec
 from kvjax.eval.tasks.haystack import Drawn, Essay, inserted, numbers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.local import Encoded, encode, folder, lines, maker

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
-from kvjax.eval.tasks.frame import Frame, framed
+from kvjax.eval.tasks.chat_format import Frame, framed
 from kvjax.eval.tasks.texts import largest
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
 from kvjax.testbed import tasks
 

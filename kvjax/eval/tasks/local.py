@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core import documents
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.eval.tasks.texts import unended
 from kvjax.models.model import Model
+from kvjax.utils import json_documents
 
 
 def folder(spec: Spec, source: str) -> Path:
@@ -45,7 +45,7 @@ def lines(path: Path, fields: Mapping[str, type], source: str) -> Iterator[dict[
 
 def _checked(line: bytes, where: str, fields: Mapping[str, type]) -> dict[str, Any]:
     try:
-        row = documents.loads(line)
+        row = json_documents.loads(line)
     except ValueError as e:
         raise KvjaxError(f"{where} is not JSON ({e}); copy the file again") from None
     if not isinstance(row, dict):

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
 from kvjax.eval.tasks.local import check_lengths, encode, folder, lines, maker
 from kvjax.models.model import Model

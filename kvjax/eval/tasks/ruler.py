@@ -21,7 +21,7 @@ import numpy as np
 
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
-from kvjax.eval.tasks.frame import Frame, framed
+from kvjax.eval.tasks.chat_format import Frame, framed
 from kvjax.eval.tasks.haystack import KINDS, Drawn, Essay, different, fitted, inserted, letters, made_up
 from kvjax.models.model import Model
 

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 
-from kvjax.core.types import KvjaxError, KvjaxWarning
+from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
 from kvjax.models.model import Model

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.models.model import Model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import haystack, ruler, symbols, texts
 from kvjax.eval.tasks.case import Case, Maker, Spec
 from kvjax.models.model import Model

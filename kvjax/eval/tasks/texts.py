@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from tokenizers import Encoding
 
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
-from kvjax.generation.prompts import round_up
+from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import corpus

@@ -1,1 +1,1 @@
-"""Keys and values of texts that were read elsewhere, put together and read again only in part."""
+"""Reusing keys and values that were computed before: prefix trees, documents in any order, prepacking."""

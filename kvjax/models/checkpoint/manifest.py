@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from kvjax.core import documents
-from kvjax.core.types import KvjaxError, printable
+from kvjax.errors import KvjaxError, printable
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
+from kvjax.utils import json_documents
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 
@@ -111,7 +111,7 @@ def manifest(directory: str | Path) -> Manifest:
     if not (path / MANIFEST).is_file():
         raise _foreign(path)
     try:
-        raw = documents.loads((path / MANIFEST).read_bytes())
+        raw = json_documents.loads((path / MANIFEST).read_bytes())
         said = {key: x for key, x in raw.items() if key != "digest"}
         form, version, digest = raw.pop("format"), raw.pop("version"), raw.pop("digest", None)
     except (ValueError, KeyError, AttributeError, TypeError) as e:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kvjax.core.arguments import float_type
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import PARTS, Manifest, digest_of, manifest, part_names
+from kvjax.utils.arguments import float_type
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
 """Where parameters go: a function of the path, one sharding for all, or a tree like the parameters."""

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kvjax.core.arguments import float_type
-from kvjax.core.lock import claim, is_same
-from kvjax.core.types import KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, digest_of, part_names
+from kvjax.utils.arguments import float_type
+from kvjax.utils.lock import claim, is_same
 
 NEW, OLD = "new", "old"  # in the folder of a write: what is written, and what was there before
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.blend import blend
-from kvjax.generation.reuse.laid import Span, again, lay
+from kvjax.generation.reuse.cacheblend import blend
+from kvjax.generation.reuse.chunk_layout import Span, again, lay
 from kvjax.testing import toy_model
 
 MODEL = toy_model(windows=(None, None, 9))

@@ -7,8 +7,8 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.craft import Chunk, cut, overlap
-from kvjax.generation.reuse.laid import Span
+from kvjax.generation.reuse.cachecraft import Chunk, cut, overlap
+from kvjax.generation.reuse.chunk_layout import Span
 from kvjax.testing import toy_model
 from tests.generation.reuse import craft as oracle
 

@@ -1,0 +1,69 @@
+"""Calls of a layer's `extend` with more tokens than it takes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.protocol import LayerState, StepResult
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
+
+Extend = Callable[[LayerState, Array, KVBlock, int, Any], StepResult]
+"""`BoundLayer.extend`."""
+
+
+def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+    """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
+
+    def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
+        q, (new, cross_layer) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
+        out, state, cross_layer = extend(state, q, new, 1, cross_layer)
+        return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], cross_layer))
+
+    steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (new, cross_layer)))
+    state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
+    if commit < q.shape[3]:
+        _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
+        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
+    out, cross_layer = outs
+    return StepResult(jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer))
+
+
+def in_pieces(
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, size: int
+) -> StepResult:
+    """So many tokens at a time; those beyond `commit` come last, in a call of their own."""
+    T, whole = q.shape[3], commit // size * size
+    if T - commit > size:
+        raise KvjaxError(
+            f"this method takes {size} tokens at a time and keeps all others of a longer call, got commit={commit} of "
+            f"{T}; bring at most {size} that are not kept"
+        )
+
+    def call(state: LayerState, tokens: tuple[Array, KVBlock, Any], kept: int):
+        q, new, cross_layer = tokens
+        out, state, cross_layer = extend(state, jnp.moveaxis(q, 2, 3), new, kept, cross_layer)
+        return state, (jnp.moveaxis(out, 3, 2), cross_layer)
+
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x[:, :, :whole].reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], whole, *x.shape[4:])
+
+    tokens, outs = (jnp.moveaxis(q, 3, 2), new, cross_layer), []  # all with T as axis 2
+    if whole:
+        state, out = lax.scan(lambda state, piece: call(state, piece, size), state, jax.tree.map(cut, tokens))
+        outs.append(jax.tree.map(joined, out))
+    for first, last, kept in ((whole, commit, commit - whole), (commit, T, 0)):
+        if first < last:
+            part = jax.tree.map(lambda x, at=slice(first, last): x[:, :, at], tokens)
+            state, out = call(state, part, kept)
+            outs.append(out)
+    out, cross_layer = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
+    return StepResult(jnp.moveaxis(out, 2, 3), state, cross_layer)

@@ -1,1 +1,0 @@
-"""While decoding: which token leaves."""

@@ -1,1 +1,0 @@
-"""How keys and values are held, and where."""

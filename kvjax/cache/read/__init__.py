@@ -1,1 +1,0 @@
-"""Which slots a query reads."""

@@ -1,0 +1,1 @@
+"""Readers: which slots of the cache a query attends to."""

@@ -1,1 +1,0 @@
-"""After the prompt: which tokens stay, and what becomes of the others."""

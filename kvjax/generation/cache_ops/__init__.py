@@ -1,0 +1,1 @@
+"""Operations on whole caches: take and join sequences, edit, extend a shared prefix, save."""

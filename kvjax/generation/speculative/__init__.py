@@ -1,0 +1,1 @@
+"""Speculative decoding with a draft method or a draft model."""

@@ -1,0 +1,75 @@
+"""What a new method is written with, in one import: the slots' base classes and the helpers that recipes use."""
+
+from __future__ import annotations
+
+from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.decode_policy import Policy
+from kvjax.cache.eviction.representatives import Representatives
+from kvjax.cache.eviction.rescoring import SecondStageScorer
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, token_scores
+from kvjax.cache.eviction.selection import Selection, make_selection
+from kvjax.cache.method import Method
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, LayerState, Needs, Traits
+from kvjax.cache.readers.base import Reader, ReadResult
+from kvjax.cache.readers.full import Full
+from kvjax.cache.readers.retrieval import Index, Retrieve
+from kvjax.cache.side_store.base import SideStore
+from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.gradients import refuse_gradient
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
+from kvjax.methods.loading import load_methods
+from kvjax.methods.registry import recipe
+from kvjax.methods.trial import Bytes, Sizes, Trial, constant, everything, selected
+
+__all__ = [
+    "Array",
+    "BoundLayer",
+    "Bytes",
+    "Codec",
+    "Full",
+    "GradientThroughBits",
+    "HeadBudgets",
+    "Host",
+    "IncompatibleMethod",
+    "Index",
+    "KVBlock",
+    "KVMethod",
+    "KvjaxError",
+    "LayerBudgets",
+    "LayerSpec",
+    "LayerState",
+    "Method",
+    "Needs",
+    "Observation",
+    "Partial",
+    "Plain",
+    "Policy",
+    "ReadResult",
+    "Reader",
+    "Representatives",
+    "Retrieve",
+    "Scorer",
+    "Scores",
+    "SecondStageScorer",
+    "Selection",
+    "SideStore",
+    "Sizes",
+    "TokenBudget",
+    "Traits",
+    "Trial",
+    "attention_mass",
+    "constant",
+    "everything",
+    "head_scores",
+    "load_methods",
+    "make_selection",
+    "over_heads",
+    "recipe",
+    "refuse_gradient",
+    "selected",
+    "token_scores",
+]

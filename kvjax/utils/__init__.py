@@ -1,0 +1,1 @@
+"""Helpers without JAX arrays: arguments, files, JSON documents, locks, printing."""
