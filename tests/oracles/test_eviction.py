@@ -80,7 +80,7 @@ def tokens(block: KVBlock, b: int) -> list[list[int]]:
     return out
 
 
-CASES = [  # scorer, sliding window; tests/cache/test_scorers.py compares the scores themselves
+CASES = [  # scorer, sliding window; tests/cache/eviction/test_scorers.py compares the scores themselves
     (Window(W, 5), 9),
     (Window(W, 3, pool="max", reduce_first=True), None),
     (Accumulated("visible", decay=0.8), 9),
