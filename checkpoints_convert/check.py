@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from checkpoints_convert.conversion_plan import Plan, plan
 from checkpoints_convert.convert import Progress, size
-from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.errors import KvjaxError
 from kvjax.generation.calls import logits

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.convert import size
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import FLOATS, Tensor, opened
 from kvjax.errors import KvjaxError, printable
 from kvjax.models import Config, checkpoint

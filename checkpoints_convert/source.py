@@ -79,7 +79,7 @@ def opened(path: str | Path) -> Source:
         raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
     if importlib.util.find_spec("gguf") is None:
         raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
-    from checkpoints_convert.gguf_source import GgufSource
+    from checkpoints_convert.gguf.gguf_source import GgufSource
 
     return GgufSource(path)
 

@@ -356,12 +356,12 @@ def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _models(args: argparse.Namespace) -> None:
-    from checkpoints_convert import packaged
+    from checkpoints_convert import package_models
 
-    width = max(map(len, packaged.MODELS))
+    width = max(map(len, package_models.MODELS))
     print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
-    for name, model in packaged.MODELS.items():
-        print(f"{name:{width}} {model.what}\n{'':{width}} {packaged.state(name)}")
+    for name, model in package_models.MODELS.items():
+        print(f"{name:{width}} {model.what}\n{'':{width}} {package_models.state(name)}")
 
 
 def _check(args: argparse.Namespace) -> int:

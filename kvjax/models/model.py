@@ -113,16 +113,16 @@ def located(name: str) -> Any:
         return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"
-    from checkpoints_convert import packaged  # the converters stand on this file
+    from checkpoints_convert import package_models  # the converters stand on this file
 
-    return packaged.directory(name) if name in packaged.MODELS else path
+    return package_models.directory(name) if name in package_models.MODELS else path
 
 
 def _unknown(name: str) -> KvjaxError:
     """What to say where neither a directory nor a model has that name."""
-    from checkpoints_convert import packaged
+    from checkpoints_convert import package_models
 
-    names = ["testbed", *packaged.MODELS]
+    names = ["testbed", *package_models.MODELS]
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
     mean = f"did you mean {close[0]!r}? Models" if close else "models"
     return KvjaxError(

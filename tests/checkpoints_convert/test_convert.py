@@ -21,8 +21,8 @@ import kvjax
 from checkpoints_convert import check as checking
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check, lacking
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.convert import convert, parts, read
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint

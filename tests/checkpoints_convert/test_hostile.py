@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.__main__ import main
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import INDEX, Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint

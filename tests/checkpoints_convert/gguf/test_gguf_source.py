@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from checkpoints_convert import gguf_header
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
 from checkpoints_convert.convert import convert, read
 from checkpoints_convert.describe import describe
-from checkpoints_convert.gguf_source import GgufSource, weights
+from checkpoints_convert.gguf import header as gguf_header
+from checkpoints_convert.gguf.gguf_source import GgufSource, weights
 from checkpoints_convert.source import opened
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from tests.checkpoints_convert.gguf_files import write
+from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import FAMILIES, ROOT
 
 SLIDES_BY_LAYER = ("qwen2_sliding", "qwen3_sliding")  # which the format cannot say
@@ -160,7 +160,9 @@ def _changed(header, changes):
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.checkpoints_convert.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32))
+    monkeypatch.setattr(
+        "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32)
+    )
     with pytest.raises(KvjaxError, match="4 factors that are not those of the Llama 3 RoPE scaling"):
         opened(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
 

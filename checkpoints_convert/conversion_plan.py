@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.config import refuse_missing_layers, translate
 from checkpoints_convert.families import IGNORED, Rule, Target, family
+from checkpoints_convert.hf_config import refuse_missing_layers, translate
 from checkpoints_convert.source import FLOATS, Source
 from kvjax.errors import KvjaxError, printable
 from kvjax.models import Config
