@@ -8,13 +8,13 @@ __all__ = [
     "KvjaxError",
     "KvjaxWarning",
     "OtherWeights",
-    "SlotTaken",
+    "ComponentConflict",
     "TracedCall",
-    "printable",
+    "escape_unprintable",
 ]
 
 
-def printable(text: str, keep: str = "") -> str:
+def escape_unprintable(text: str, keep: str = "") -> str:
     """A text with whatever a terminal would obey (escape codes, line ends) spelled out, but for the characters `keep`.
 
     Names in files are other people's text, and may hold such things.
@@ -26,7 +26,7 @@ class KvjaxError(ValueError):
     """An input that kvjax cannot use; the message says which value, and what to do."""
 
     def __str__(self) -> str:
-        return printable(super().__str__(), keep="\n")
+        return escape_unprintable(super().__str__(), keep="\n")
 
 
 class KvjaxWarning(UserWarning):
@@ -56,9 +56,9 @@ class GradientThroughBits(KvjaxError):
         )
 
 
-class SlotTaken(IncompatibleMethod):
+class ComponentConflict(IncompatibleMethod):
     """Two methods that fill the same slot differently."""
 
-    def __init__(self, slot: str, message: str):
+    def __init__(self, component: str, message: str):
         super().__init__(message)
-        self.slot = slot
+        self.component = component

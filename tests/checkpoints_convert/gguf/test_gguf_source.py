@@ -52,7 +52,7 @@ def test_a_converted_file_is_checked_and_described(tmp_path, capsys):
     file = write(ROOT / "llama2", tmp_path / "tiny.gguf", "F16")
     assert main(["convert", str(file), str(tmp_path / "out"), "--dtype", "f16"]) == 0
     assert main(["check", str(file), str(tmp_path / "out"), "--tensors-only"]) == 0
-    record = checkpoint.manifest(tmp_path / "out")
+    record = checkpoint.read_manifest(tmp_path / "out")
     assert record.source == "llama checkpoint tiny.gguf" and record.dtype == "float16"
     lines = describe(file)
     assert lines["format"] == "GGUF, 1 file" and lines["convertible"] == "yes" and lines["tokenizer"] == "none"
@@ -93,7 +93,7 @@ def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers
     for name in source.tensors:
         np.testing.assert_array_equal(source.read(name), peer(name), err_msg=name)
     convert(source.path, tmp_path / "out")
-    assert checkpoint.manifest(tmp_path / "out").dtype == "float32"
+    assert checkpoint.read_manifest(tmp_path / "out").dtype == "float32"
 
 
 def in_two(file: Path) -> list[Path]:
