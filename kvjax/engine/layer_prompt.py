@@ -46,7 +46,7 @@ def prompt_of_inputs(
       inputs: queries, keys and values of all tokens of the prompts.
       lengths: i32[B], of the prompts.
       first_query: position of the first query in `inputs`, one number or i32[B].
-      softmax_sums: f32[B K G T], the log normalizers of the queries, where attention left them.
+      softmax_lse: f32[B K G T], the log normalizers of the queries, where attention left them.
     """
     return LayerPrompt(
         inputs.k,

@@ -27,7 +27,7 @@ def greatest_logits(
 ) -> Array:
     """f32[B K S]: the greatest logit that a slot gets from the asking queries bool[B Q] of its query heads.
 
-    Scaled dot products, before any softmax; NEG where no asking query sees the slot.
+    Scaled dot products, before any softmax; MASKED_LOGIT where no asking query sees the slot.
     """
 
     def add(greatest: Array, some: tuple[Array, Array]) -> tuple[Array, None]:

@@ -64,7 +64,7 @@ class ModelRanking(LayerBudgets):
         """One layer's candidates on the scale on which layers are compared."""
         if not self.normalise:
             return found
-        # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
+        # A unit at MASKED_LOGIT or below is the last to stay, whatever the others score, and has no part in their sum.
         scored = found.scores > MASKED_LOGIT
         of_heads = jnp.where(scored, jnp.abs(found.scores), 0.0).sum(-1, keepdims=True)
         scaled = found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30)
