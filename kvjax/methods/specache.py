@@ -15,7 +15,7 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.core.attention import MASKED_LOGIT, combine, partial, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, attend_scores, combine, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
@@ -146,7 +146,7 @@ class Speculative(Reader):
         slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
         replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = weights(jnp.where(replaced[:, :, None, None], MASKED_LOGIT, s))
-        fetched = partial(hot, rows.v)
+        fetched = attend_scores(hot, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
         total = part if guessed is None else combine(part, guessed)
 

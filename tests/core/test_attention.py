@@ -10,10 +10,10 @@ import pytest
 from kvjax.core.attention import (
     MASKED_LOGIT,
     Partial,
+    attend_scores,
     causal_attention,
     causal_attention_with_lse,
     merge,
-    partial,
     scores,
     visible,
 )
@@ -40,14 +40,14 @@ def test_any_partition_of_the_slots_merges_to_dense_attention(cuts):
     q, k, v = qkv(2, 10)
     q_pos = jnp.full((B, 2), 9)
     edges = [0, *cuts, 10]
-    parts = [partial(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [attend_scores(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     np.testing.assert_allclose(merge(parts), expected(q, k, v, np.asarray(q_pos[0])), atol=1e-6)
 
 
 def test_slots_that_nothing_sees_change_nothing():
     q, k, v = qkv(1, 6)
-    part = partial(scores(q, k), v)
-    hidden = partial(jnp.full((B, K, G, 1, 5), MASKED_LOGIT), jnp.full((B, K, 5, H), 1e3))
+    part = attend_scores(scores(q, k), v)
+    hidden = attend_scores(jnp.full((B, K, G, 1, 5), MASKED_LOGIT), jnp.full((B, K, 5, H), 1e3))
     np.testing.assert_array_equal(merge([part, hidden]), merge([part]))
     assert not np.any(merge([hidden, hidden]))
 

@@ -78,7 +78,7 @@ class Reader:
 
 
 def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
-    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, MASKED_LOGIT where hidden."""
+    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus bias, MASKED_LOGIT where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
     elif layer.k.pre_rope:
