@@ -103,7 +103,7 @@ class FarAway(Retrieve):
         return self.index.fit(
             _bare(block, spec),
             observation._replace(
-                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_sums=None
+                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_lse=None
             ),
         )
 

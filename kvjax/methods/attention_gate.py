@@ -46,7 +46,7 @@ class Gate(Scorer):
             )
         mixed = attended(observation.hidden_states, block.pos[:, 0], query, key, value)
         here = block.k.shape[1]
-        output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), here), over_heads.own(bias, here)
+        output, bias = over_heads.local_part(jnp.moveaxis(output, 2, 0), here), over_heads.local_part(bias, here)
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
 

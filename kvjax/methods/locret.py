@@ -35,7 +35,7 @@ class Retaining(Scorer):
         K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
         fc1, fc2 = self.given.of(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (by_head(fc1, spec), fc2))
-        fc1, fc2 = (over_heads.own(x, block.k.shape[1]) for x in weights)
+        fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
         return token_scores(retained(block, self.require_observation(observation), fc1, fc2, spec.rope), block)
 
 

@@ -113,7 +113,7 @@ class Residual(Codec):
 
     def _low_rank(self, stored: Mended, slot: Array) -> Array:
         """Of these slots, the rows of L: f32[B K n H]."""
-        coordinates = memory.rows(stored.coordinates, slot).astype(jnp.float32)
+        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
         prompt = _expanded(coordinates, stored.prompt[:, :, None])
         if not stored.later.shape[2]:
             return prompt

@@ -65,7 +65,7 @@ class Thin(KeysByPrompt):
         return dataclasses.replace(stored, rows=memory.append(stored.rows, _picked(x, stored.channels), at))
 
     def gather(self, stored: Few, idx: Array) -> Array:
-        return self._widened(memory.rows(stored.rows, idx), stored)
+        return self._widened(memory.gather_tokens(stored.rows, idx), stored)
 
     def scores(self, q: Array, stored: Few) -> Array:
         """Of a query, the same channels."""

@@ -14,7 +14,7 @@ from kvjax.cache.calibration.table_kinds import Kind, table
 from kvjax.cache.calibration.text_halves import greatest_logits, halves
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.rope import Rope
@@ -84,7 +84,9 @@ class RetainingHeads(Kind):
         assert observation is not None
         earlier, later = halves(block, observation)
         target = greatest_logits(block, observation, later, spec.window)
-        asked = earlier[:, :1] & over_heads.any(target > NEG / 2)  # a sliding window hides some from all that ask
+        asked = earlier[:, :1] & over_heads.any(
+            target > MASKED_LOGIT / 2
+        )  # a sliding window hides some from all that ask
         own = inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
         every = jnp.moveaxis(over_heads.gather(own), 1, 2)
         x = jnp.where(asked[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
