@@ -16,7 +16,7 @@ from docs.generate.catalogue import by_family, code_list, family_page, pair_verd
 from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
 from docs.generate.parameters import describe
 from experiments.methods import measured
-from kvjax.cache.calibration.table_kinds import KINDS
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
 from kvjax.methods.registry import FAMILIES, Recipe
 from kvjax.methods.strings import parse, parts_given
@@ -117,7 +117,7 @@ def parameters(recipe: Recipe) -> str:
 
 def _default(parameter: inspect.Parameter) -> str:
     """A parameter with its default as a string of a method has it, and its type; an empty text is shown as one."""
-    kind = "int or `25%`" if parameter.annotation.__name__ == "Tokens" else parameter.annotation.__name__
+    kind = "int or `25%`" if parameter.annotation.__name__ == "TokenBudget" else parameter.annotation.__name__
     default = '""' if parameter.default == "" else parameter.default
     return f"`{parameter.name}={default}` {kind}"
 
@@ -136,7 +136,7 @@ def explained(recipe: Recipe) -> list[str]:
     """What the classes say to which a docstring refers: `KVCrush`, or that of a kind of table."""
     module = sys.modules[recipe.make.__module__]
     found = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", recipe.text)}
-    found |= {f"{kind} tables": type(KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
+    found |= {f"{kind} tables": type(TABLE_KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
     return [f"### {name}\n\n{prose(inspect.getdoc(told) or '')}" for name, told in found.items()]
 
 

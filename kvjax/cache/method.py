@@ -11,7 +11,7 @@ from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.eviction.budget_allocation import LayerBudgets
-from kvjax.cache.eviction.budgets import budgets_of_layers
+from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.cache.eviction.decode_policy import Policy
 from kvjax.cache.eviction.merging import MergeRule
 from kvjax.cache.eviction.representatives import Representatives
@@ -21,7 +21,7 @@ from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.base import Reader
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.validation import check_hashable, check_kind
+from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import KvjaxError
 
@@ -58,7 +58,7 @@ class Method:
 
     def __post_init__(self):
         for slot, kind in _kinds().items():
-            check_kind(slot, getattr(self, slot), kind)
+            check_component_type(slot, getattr(self, slot), kind)
             check_hashable(slot, getattr(self, slot))
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
@@ -99,7 +99,7 @@ class Method:
         here = bind_fields(given, spec)
         budgets: tuple[int | None, ...] = ()
         if self.layer_budgets is not None and self.select is not None:
-            budgets = tuple(budget.most() for budget in budgets_of_layers(self.select.budget, spec))
+            budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
         # These two are checked as they were given: in some layers they do nothing, and would be refused only in others.
         checked = dataclasses.replace(here, side_store=given.side_store, read=given.read)
         MethodLayer(checked, spec.without_index, budgets).check()

@@ -69,7 +69,7 @@ def fresh_inputs(
     model: Model, ids: Sequence[Sequence[int]], cache: Cache, extra: int = 0, width: int | None = None
 ) -> dict[str, Array]:
     """Padded tokens that follow a cache, checked against its rows and its room (`extra` more are to come)."""
-    cache.check_whole()
+    cache.check_usable()
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
     longest = max(map(len, ids))

@@ -119,7 +119,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
     """The cache; raises OtherWeights for that of another model, and KvjaxError where another method is named."""
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    cache.check_whole()
+    cache.check_usable()
     if cache.config != model.config:
         raise OtherWeights("this cache was filled by another model; prefill the prompt with this one")
     if cache.dtype != model.dtype.name:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.flags import Flagged
 from kvjax.cache.eviction.gates import Gates, attended
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
@@ -29,14 +29,16 @@ from kvjax.methods.trial import Trial, paged
 class Gate(Scorer):
     """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `Gates`)."""
 
-    given: Given
+    given: TableFile
     needs_hidden: ClassVar[bool] = True
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
-        arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
+        arrays = self.given.layer_arrays(
+            spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)
+        ).values()
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
         if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
@@ -82,5 +84,5 @@ def attention_gate(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = make_selection(Gate(Gates.given(table)), budget, sinks, recent)
+    select = make_selection(Gate(Gates.table_file(table)), budget, sinks, recent)
     return Method(select=select, side_store=Pages(Flagged(above), page))

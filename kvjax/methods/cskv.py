@@ -38,6 +38,6 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     default those that ship with kvjax. Keys are held without their rotation. A prompt attends
     exactly.
     """
-    bases = JointBases.given(table)
+    bases = JointBases.table_file(table)
     k, v = FromTable(0, table=bases, of="bare_keys", share=keys), FromTable(0, table=bases, share=values)
     return Method(k=Recent(k, window), v=Recent(v, window))

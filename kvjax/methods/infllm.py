@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
@@ -83,7 +83,7 @@ class Blocks(Reader):
 
     def __post_init__(self):
         fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        at_least("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
         if self.prompt_chunk > self.local:
             raise KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"

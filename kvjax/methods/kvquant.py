@@ -8,7 +8,7 @@ from kvjax.cache.codecs.exact_prefix import FirstExact
 from kvjax.cache.codecs.nonuniform import Levels, NonUniform
 from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
 from kvjax.cache.codecs.sparse import Sparse
-from kvjax.cache.eviction.representatives import Count
+from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -19,7 +19,7 @@ class BeyondQuantiles(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: Count) -> Count:
+    def on_a_side(self, length: IntOrArray) -> IntOrArray:
         return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
 
 
@@ -64,7 +64,7 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     values of each layer; without one they are those of NormalFloat (authors: by Fisher information). An outlier takes
     4 bytes beside itself in a key, and 1 in a value. Attention in the prompt is exact.
     """
-    levels = Levels.given(table) if table else None
+    levels = Levels.table_file(table) if table else None
     keys = NonUniform(bits, every, "channel", levels, "keys")
     values = NonUniform(bits, every, "token", levels, "values")
     return Method(

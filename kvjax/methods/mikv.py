@@ -9,7 +9,7 @@ from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
 from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
 from kvjax.cache.codecs.tokens import Tokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.methods.registry import recipe
@@ -57,7 +57,7 @@ def mikv(
     coded = Tokens(low, group=group)
     held = Rows(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(Accumulated(), share, Balanced(coded), coded, recent)
+        tier = BalancedTier(AccumulatedAttention(), share, Balanced(coded), coded, recent)
     else:
-        tier = Tier(Accumulated(), share, coded, coded, recent)
+        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

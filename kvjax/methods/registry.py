@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 import kvjax.methods
-from kvjax.cache.eviction.budgets import Tokens
+from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError
 from kvjax.methods.trial import Trial
 
@@ -164,9 +164,9 @@ KINDS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: (bool
 def _check_value(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
     """Raises KvjaxError for a value of another type than the parameter's, or a number that no device has."""
     want, name = parameter.annotation, f"parameter {parameter.name!r} of {recipe}"
-    if want is Tokens:
+    if want is TokenBudget:
         try:
-            Tokens(value)
+            parse_budget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
     elif want in KINDS:

@@ -43,5 +43,5 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
     key and a value, per token and head of size H. Attention in the prompt is exact.
     """
     quantiser = ZeroPoint(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = AcrossHeads(Rows(quantiser), heads, Bases.given(table) if table else None)
+    keys = AcrossHeads(Rows(quantiser), heads, Bases.table_file(table) if table else None)
     return Method(k=FirstExact(keys, sinks), v=FirstExact(Rows(quantiser, "hadamard"), sinks))

@@ -73,7 +73,7 @@ def kind(name: str) -> str:
         select, scorer = method.select, method.select.scorer
         asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
         seen = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
-        filled["select"] = (type(select.budget), select.unit, select.per, *seen)
+        filled["select"] = (type(select.budget), select.granularity, select.scope, *seen)
     return NUMBER.sub("", str(filled))
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import gather, slots_where, top
-from kvjax.cache.eviction.representatives import Count, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.mixed_precision import Tiers
 from kvjax.core.attention import NEG, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class SharedDirections(Tiers):
             return None
         return dataclasses.replace(self, paired_layer=1 if lower else -1)
 
-    def num_main_slots(self, kept: Count) -> Count:
+    def num_main_slots(self, kept: IntOrArray) -> IntOrArray:
         """Of so many tokens, an int or i32[B], those that stay exact."""
         return kept - fraction_of(1 - self.share, kept)
 
@@ -74,10 +74,10 @@ class SharedDirections(Tiers):
         assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
-        here = slots_where(exact, self.num_main_slots(most))
-        there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
-        return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
+        exact = top_k_mask(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
+        here = mask_to_slots(exact, self.num_main_slots(most))
+        there = mask_to_slots((mine.pos >= 0) & ~exact, max(self.room(most), 1))
+        return gather_tokens(mine, here), self._merged(layer, gather_tokens(mine, there), gather_tokens(other, there))
 
     def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, Coded
@@ -23,8 +23,8 @@ from kvjax.errors import KvjaxError
 NORMAL_BITS = (2, 3, 4, 8)
 
 
-@table("levels")
-class Levels(Kind):
+@register_table_kind("levels")
+class Levels(TableKind):
     """Of each layer the levels of keys and of values, both f32[2 2^bits], in a range of -1..1 and ascending.
 
     The first row says which numbers have the same code, those that are nearest to one level; the second, what a code
@@ -53,7 +53,7 @@ class NonUniform(ChunkCodec):
     """
 
     axis: str = "channel"
-    given: Given | None = None
+    given: TableFile | None = None
     of: str = "keys"
     spec: LayerSpec | None = None  # of the layer, from `at`
 
@@ -92,7 +92,7 @@ class NonUniform(ChunkCodec):
         if self.given is None:
             return np.stack([normal_float(self.bits)] * 2)
         assert self.spec is not None
-        return self.given.of(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
+        return self.given.layer_arrays(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
 
 
 @functools.cache

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import greatest_logits, halves
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import max_logits, split_halves
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.core.attention import NEG
@@ -60,9 +60,9 @@ def retained(block: KVBlock, observation: Observation, fc1: Array, fc2: Array, r
     ]
 
 
-@table("locret")
+@register_table_kind("locret")
 @dataclasses.dataclass(frozen=True)
-class RetainingHeads(Kind):
+class RetainingHeads(TableKind):
     """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
 
     `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before their
@@ -82,8 +82,8 @@ class RetainingHeads(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
-        earlier, later = halves(block, observation)
-        target = greatest_logits(block, observation, later, spec.window)
+        earlier, later = split_halves(block, observation)
+        target = max_logits(block, observation, later, spec.window)
         asked = earlier[:, :1] & over_heads.any(target > NEG / 2)  # a sliding window hides some from all that ask
         own = inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
         every = jnp.moveaxis(over_heads.gather(own), 1, 2)

@@ -18,7 +18,7 @@ from jax import lax
 
 from kvjax.cache.codecs.base import ByPage
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
-from kvjax.cache.eviction.ranking import BestOfLayer, Counted
+from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.readers.full import Full
@@ -81,9 +81,9 @@ class Pages(SideStore):
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
         assert select is not None
-        most, share = select.most_of(block.pos.shape[2]), self.share
+        most, share = select.max_kept_up_to(block.pos.shape[2]), self.share
         if observation is not None and observation.num_kept is not None:
-            share = Counted(observation.num_kept, select.unit.size)
+            share = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
         kept = layer.selected(block, observation, most, share)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
@@ -230,7 +230,7 @@ class Pages(SideStore):
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
-            ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
+            ("select", m.select.scope == "layer", "with per='layer' all heads keep the same tokens"),
             (
                 "layer_budgets",
                 m.layer_budgets is not None and not m.layer_budgets.by_head,

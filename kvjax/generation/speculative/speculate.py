@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
-from kvjax.cache.state import missing
+from kvjax.cache.state import missing_ability
 from kvjax.core.random import seeded
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
@@ -179,7 +179,7 @@ def _check_goes_back(cache: Cache) -> None:
     """Raises IncompatibleMethod for a method whose tokens, once taken, stay."""
     for layer, state in zip(cache.plan, cache.layers, strict=True):
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         layer.max_rollback(state)
     back = functools.partial(cropped, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
     jax.eval_shape(back, cache.layers, cache.length)
