@@ -77,7 +77,7 @@ def prefill(
     if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
         hidden, states = _run_whole(params, tokens, lengths, plan, target, capacity, num_slots, compiled)
     else:
-        hidden, prompts = run_exactly(
+        hidden, prompts = prefill_exactly(
             params,
             tokens,
             lengths,
@@ -134,7 +134,7 @@ def _run_whole(
     return take_last(hidden, lengths if num_observed is None else None), states
 
 
-def run_exactly(
+def prefill_exactly(
     params: Any,
     tokens: Array,
     lengths: Array,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import cut
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
@@ -19,8 +19,8 @@ from kvjax.core.types import Array, KVBlock
 COPIES, RANDOM_TOKENS = 4, 2500  # how often so many tokens of chance are repeated to find retrieval heads
 
 
-@table("heads")
-class HeadWeights(Kind):
+@register_table_kind("heads")
+class HeadWeights(TableKind):
     """How much each head needs all tokens: `weights` f32[K], as kvpress scores heads for DuoAttention without training.
 
     The mean query and the mean key of a text, both without rotation, are set at 500 positions. A head's weight is the
@@ -48,8 +48,8 @@ class HeadWeights(Kind):
         return {"weights": (counted["weights"] / counted["texts"]).astype(np.float32)}
 
 
-@table("retrieval_heads")
-class RetrievalHeads(Kind):
+@register_table_kind("retrieval_heads")
+class RetrievalHeads(TableKind):
     """How much each head looks back at earlier copies of a text: `echo` and `induction` f32[K] (RazorAttention).
 
     It brings its own text: random tokens, repeated four times. echo: the mean attention that a token pays to the same

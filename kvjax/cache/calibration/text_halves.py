@@ -12,7 +12,7 @@ from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 
 
-def halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
+def split_halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
     """The tokens of the earlier half of each text, bool[B 1|K S], and the queries of the later half, bool[B Q].
 
     Of a text of an odd number of tokens the earlier half has one more.
@@ -22,7 +22,7 @@ def halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
     return (block.pos >= 0) & (block.pos < first[..., None]), observation.pos >= first
 
 
-def greatest_logits(
+def max_logits(
     block: KVBlock, observation: Observation, asking: Array, window: int | None, queries_at_once: int = 64
 ) -> Array:
     """f32[B K S]: the greatest logit that a slot gets from the asking queries bool[B Q] of its query heads.

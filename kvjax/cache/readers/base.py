@@ -67,7 +67,13 @@ class Reader:
         )
 
     def read(
-        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
+        self,
+        layer: MethodLayer,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        other_partial: Partial | None,
+        cross_layer: Any,
     ) -> ReadResult:
         """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
 
@@ -110,7 +116,7 @@ def shares(p: Array, l: Array) -> Array | None:
     return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
 
 
-def by_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
+def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
     """attend(q, q_pos, *more), n queries at a time, so that a long chunk needs no T x S array.
 
     more: what belongs to the queries, [B K G T ...]. It gives arrays [B K G T ...] (a Partial, a Reading).
