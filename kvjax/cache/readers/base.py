@@ -99,7 +99,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
 def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
     assert layer.method.decode is not None
-    rope, index = layer.spec.rope, layer.method.decode.index
+    rope, index = layer.spec.rope, layer.method.decode.cache_positions
     turned = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
     bare = rope.unrotate_queries(q, q_pos)
     return scores(rope.rotate_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.accounting import bytes_beyond
 from kvjax.cache.codecs.base import PagedArrays
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
 from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
@@ -23,7 +24,6 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -119,12 +119,12 @@ class Pages(SideStore):
         rounding = -(-SHARED_ROUNDING // self.page)
         return pages + 1 + rounding
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def with_room_for(self, slots: int) -> Pages:
+    def with_kept_slots(self, slots: int) -> Pages:
         return dataclasses.replace(self, slots_per_head=slots)
 
     def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> PagePools:
