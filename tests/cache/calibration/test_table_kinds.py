@@ -32,7 +32,7 @@ def test_no_table_ships_without_its_kind():
 
 
 def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
-    monkeypatch.setattr(table_kinds, "KINDS", {})
+    monkeypatch.setattr(table_kinds, "TABLE_KINDS", {})
 
     @register_table_kind("gates")
     class AttentionGateTable(TableKind):
