@@ -39,9 +39,9 @@ def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
         def example(self, spec, rng):
             return {"gates": rng.random(spec.num_kv_heads)}
 
-    made = table_kinds.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
+    made = table_kinds.TABLE_KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
     assert made["gates"].shape == (layer.K,)
     with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
-        table_kinds.KINDS["gates"].count(None, None, layer.spec())
+        table_kinds.TABLE_KINDS["gates"].count(None, None, layer.spec())
     with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):
         AttentionGateTable.table_file("nowhere")
