@@ -17,7 +17,7 @@ from checkpoints_convert.progress import progress_bar
 from kvjax.core.compile_cache import cache_directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.utils.lock import Busy, locked
+from kvjax.utils.lock import Busy, lock_folder
 from kvjax.utils.packages import PackageFile
 
 PAUSE = 0.5  # seconds between two looks at what another process writes
@@ -37,7 +37,7 @@ class Packaged(NamedTuple):
 
     def found(self) -> bool:
         """Whether all parts are installed."""
-        return all(part.found() is not None for part in self.parts)
+        return all(part.find() is not None for part in self.parts)
 
     def missing(self) -> KvjaxError:
         """What to say where they are not."""
@@ -55,7 +55,7 @@ class Packaged(NamedTuple):
             yield self.parts[0].path()
             return
         folder = beside.with_name(beside.name + ".joined")
-        lock = locked(folder)
+        lock = lock_folder(folder)
         try:
             yield self._joined(folder / "model.gguf")
         finally:

@@ -22,7 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
 from kvjax.utils.arguments import float_type
-from kvjax.utils.lock import claim, is_same
+from kvjax.utils.lock import is_open_path, lock_file
 
 NEW, OLD = "new", "old"  # in the folder of a write: what is written, and what was there before
 
@@ -56,7 +56,7 @@ class Writer:
         parent = self.directory.parent
         parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = parent / f"{self.own}.lock"
-        self._lock = _locked(self._lock_file, self.directory)
+        self._lock = lock_file(self._lock_file, self.directory)
         try:
             self._clear()
             refuse_existing(self.directory, self.replace)
@@ -84,7 +84,7 @@ class Writer:
         shutil.rmtree(work, ignore_errors=True)
 
     def _release(self) -> None:
-        if is_same(self._lock_file, self._lock):
+        if is_open_path(self._lock_file, self._lock):
             self._lock_file.unlink()
         os.close(self._lock)
 
@@ -128,23 +128,6 @@ class Writer:
         if self.directory.exists():
             self.directory.rename(self._old)
         self.partial.rename(self.directory)  # where this fails, the old one goes back (`_remove`)
-
-
-def _locked(file: Path, directory: Path) -> int:
-    """A file that stands for the directory, open under a lock that ends with this process, however it ends.
-
-    Raises Busy while another process holds it.
-    """
-    while True:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            claim(opened, directory)
-        except BaseException:
-            os.close(opened)
-            raise
-        if is_same(file, opened):
-            return opened
-        os.close(opened)  # it was removed in between
 
 
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
