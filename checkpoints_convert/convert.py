@@ -38,7 +38,7 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
     if tokenizer.FILE in files:
-        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).try_out()
+        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).check_works()
     with checkpoint.Writer(dst, todo.config, kind, label, extra_files=files, replace=replace) as writer:
         done, total = 0, sum(size(b.shape, kind) for b in todo.bindings)
         if progress:

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.utils import json_documents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
