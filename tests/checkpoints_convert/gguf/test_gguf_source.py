@@ -14,11 +14,10 @@ from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
-from checkpoints_convert.convert import convert, read
+from checkpoints_convert.convert import convert, open_source, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, weights
-from checkpoints_convert.source import opened
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import write
@@ -87,9 +86,9 @@ def test_blocks_stand_for_what_the_package_says(kind, tmp_path):
 
 
 def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers(tmp_path):
-    source = opened(write(ROOT / "phi3_partial", tmp_path / "model.gguf", "Q8_0"))
+    source = open_source(write(ROOT / "phi3_partial", tmp_path / "model.gguf", "Q8_0"))
     assert source.tensors["model.layers.0.self_attn.qkv_proj.weight"].stored == "Q8_0"
-    peer = source.peer()
+    peer = source.independent_read()
     for name in source.tensors:
         np.testing.assert_array_equal(source.read(name), peer(name), err_msg=name)
     convert(source.path, tmp_path / "out")
@@ -126,9 +125,9 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     assert_same_parameters(read(second)[1], read(whole)[1])
     alone = first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(KvjaxError, match="one of 2 parts, which hold 21 tensors, and 11 are here"):
-        opened(alone)
+        open_source(alone)
     with pytest.raises(KvjaxError, match="missing parts: big-00001-of-00002.gguf; copy them to"):
-        opened(second)
+        open_source(second)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
         "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32)
     )
     with pytest.raises(KvjaxError, match="4 factors that are not those of the Llama 3 RoPE scaling"):
-        opened(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
+        open_source(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 23, 24, 100, 500, 1200, -1])
@@ -212,6 +211,6 @@ def test_a_directory_with_a_gguf_file_says_to_give_the_file(tmp_path):
     write(ROOT / "llama2", tmp_path / "model.gguf")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KvjaxError, match="give the GGUF file itself"):
-        opened(tmp_path)
+        open_source(tmp_path)
     with pytest.raises(KvjaxError, match="there is no file"):
-        opened(tmp_path / "absent.gguf")
+        open_source(tmp_path / "absent.gguf")
