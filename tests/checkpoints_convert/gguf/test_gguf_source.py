@@ -17,7 +17,7 @@ from checkpoints_convert.check import check
 from checkpoints_convert.convert import convert, open_source, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf import header as gguf_header
-from checkpoints_convert.gguf.gguf_source import GgufSource, weights
+from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import write
@@ -79,10 +79,10 @@ def test_blocks_stand_for_what_the_package_says(kind, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (stored,) = gguf_header.read(tmp_path / "model.gguf").tensors.values()
+    (stored,) = gguf_header.read_header(tmp_path / "model.gguf").tensors.values()
     assert stored.shape == (3, 2 * per_block) and stored.kind == raw and stored.bytes == blocks.nbytes
     (found,) = gguf.GGUFReader(tmp_path / "model.gguf").tensors
-    np.testing.assert_array_equal(weights(stored), gguf.dequantize(found.data, raw))
+    np.testing.assert_array_equal(read_weights(stored), gguf.dequantize(found.data, raw))
 
 
 def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers(tmp_path):
@@ -99,7 +99,7 @@ def in_two(file: Path) -> list[Path]:
     """The file's tensors in two parts, as llama.cpp splits them."""
     found = gguf.GGUFReader(file)
     parts = [file.with_name(f"big-0000{i}-of-00002.gguf") for i in (1, 2)]
-    metadata = gguf_header.read(file).metadata
+    metadata = gguf_header.read_header(file).metadata
     for i, part in enumerate(parts):
         writer = gguf.GGUFWriter(part, metadata["general.architecture"])
         for key, value in metadata.items() if i == 0 else []:
@@ -147,8 +147,8 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
 )
 def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, monkeypatch):
     changes = {key.replace("__", "."): value for key, value in metadata.items()}
-    read_header = gguf_header.read
-    monkeypatch.setattr(gguf_header, "read", lambda file: _changed(read_header(file), changes))
+    read_header = gguf_header.read_header
+    monkeypatch.setattr(gguf_header, "read_header", lambda file: _changed(read_header(file), changes))
     with pytest.raises(KvjaxError, match=says):
         convert(write(ROOT / "llama2", tmp_path / "model.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -194,7 +194,7 @@ def test_lengths_that_a_hostile_file_claims_are_not_believed(tmp_path):
     for what, data in hostile.items():
         (tmp_path / f"{what}.gguf").write_bytes(data + bytes(16))
         with pytest.raises(KvjaxError, match=f"{what}.gguf"):
-            gguf_header.read(tmp_path / f"{what}.gguf")
+            gguf_header.read_header(tmp_path / f"{what}.gguf")
 
 
 def test_a_random_byte_changed_gives_a_named_error_or_a_model(tmp_path):
