@@ -24,7 +24,7 @@ import optax
 
 import kvjax
 from experiments.answers import HEADROOM, Questions, compress, draw, extend_each, measure, pack
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import Model, functional
 from kvjax.cache.protocol import Cache
@@ -140,7 +140,7 @@ def distill(
         slots, state, loss = step(slots, state, chosen, wanted)
         losses.append(float(loss))
         if (i + 1) % max(steps // 6, 1) == 0:
-            progress(f"step {i + 1} of {steps}: divergence {np.mean(losses[-20:]):.4f}")
+            log_progress(f"step {i + 1} of {steps}: divergence {np.mean(losses[-20:]):.4f}")
     return with_slots(start, slots), losses
 
 
@@ -163,7 +163,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 
     def add(name: str, cache: Cache, **more: Any) -> None:
         found[name] = {when: measure(model, cache, part) for when, part in parts.items()} | more
-        progress(f"{name}: " + ", ".join(f"{when} {found[name][when]['right']:.3f}" for when in parts))
+        log_progress(f"{name}: " + ", ".join(f"{when} {found[name][when]['right']:.3f}" for when in parts))
 
     add("full", full)
     texts = self_study(model, full, asked.contexts, parts["held out"].tokens[:, :, 1])

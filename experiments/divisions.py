@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, progress
+from experiments.bench.measuring import log_progress, parse_integers
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
@@ -369,7 +369,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
     if not todo:
         return
     batch = batch_of(model, protocol, Spec((args.length,), args.contexts, args.questions, seed=seed))
-    progress(f"{args.model}, {protocol}, seed {seed}: {len(todo)} settings")
+    log_progress(f"{args.model}, {protocol}, seed {seed}: {len(todo)} settings")
     width = round_up(max(len(row) for q in batch.questions for row in q.rows), 16)
     prompt = round_up(max(map(len, batch.prompts)))
     exact, capacity = read_exactly(model, batch.prompts, width=prompt), prompt + round_up(width)
@@ -403,14 +403,14 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         if args.check and setting.hidden:
             check(exact, setting, capacity, batch, width, found["right"])
         number = np.mean(found["right"])
-        progress(f"{setting.method}: {100 * number:.0f}% ({time.perf_counter() - start:.1f} s)")
+        log_progress(f"{setting.method}: {100 * number:.0f}% ({time.perf_counter() - start:.1f} s)")
 
 
 def check(exact: Exact, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as it is, and raises KvjaxError where it answers otherwise than by hiding."""
     context = exact.under(setting.method, capacity)
     as_it_is, _ = ask(context, batch, width)
-    progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
+    log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:
         raise KvjaxError(f"{setting.method} answers {as_it_is} as it is, and {right} where tokens are hidden")
 
@@ -461,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--length", type=int, default=1024, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per seed")
     p.add_argument("--questions", type=int, default=3, help="per context")
-    p.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    p.add_argument("--seeds", type=parse_integers, default=[0, 1, 2])
     p.add_argument(
         "--groups", default="", help='only these, by name, separated by commas: "scorers" or a name of [[more]]'
     )
@@ -480,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             measure(model, protocol, seed, settings, args)
     if args.results:
         args.results.write_text(json.dumps(sum_up(model, settings, args)) + "\n")
-        progress(f"wrote {args.results}")
+        log_progress(f"wrote {args.results}")
 
 
 if __name__ == "__main__":

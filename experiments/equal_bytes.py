@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, progress
+from experiments.bench.measuring import log_progress, parse_integers
 from experiments.papers.common import run
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
@@ -85,7 +85,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
     """Asks every method of a family all that its stores lack; returns what went wrong, by method."""
     wrong: dict[str, str] = {}
     for seed in args.seeds:
-        progress(f"{family}, seed {seed}: {len(methods)} methods")
+        log_progress(f"{family}, seed {seed}: {len(methods)} methods")
         with contextlib.ExitStack() as stack:
             cases, records = _opened(model, family, methods, seed, args, stack)
             how = {"batch": args.batch, "seed": seed}
@@ -98,7 +98,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
                         evaluate(model, [method], cases, records, **how)
                     except KvjaxError as e:
                         wrong[method] = str(e)
-                        progress(f"failed: {e}")
+                        log_progress(f"failed: {e}")
     return wrong
 
 
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--questions", type=int, default=4, help="per context, where a task has several")
     p.add_argument("--depths", type=int, default=4, help="places of a needle")
     p.add_argument("--batch", type=int, default=8)
-    p.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    p.add_argument("--seeds", type=parse_integers, default=[0, 1, 2])
     p.add_argument("--text", type=Path, help="a UTF-8 text (default: held-out source code)")
     p.add_argument("--out", type=Path, default=Path("runs/equal_bytes"), help="the records")
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             wrong |= measure(model, family, families[family], args)
     if args.sum or not args.families:
         args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
-        progress(f"wrote {args.results}")
+        log_progress(f"wrote {args.results}")
 
 
 if __name__ == "__main__":

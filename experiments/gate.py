@@ -25,7 +25,7 @@ from jax import lax
 
 import kvjax
 from experiments.answers import HEADROOM, Questions, answer_nats, compress, draw, extend_each, measure, pack
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import Config, Model, functional
 from kvjax.cache.protocol import Cache
@@ -152,7 +152,7 @@ def train(model: Model, args: argparse.Namespace) -> tuple[Gate, Gate, list[floa
         gate, state, value = step(gate, state, arrays, jnp.float32(i / args.steps), jax.random.fold_in(key, i))
         losses.append(float(value))
         if (i + 1) % max(args.steps // 6, 1) == 0:
-            progress(f"step {i + 1} of {args.steps}: {np.mean(losses[-20:]):.3f} nats")
+            log_progress(f"step {i + 1} of {args.steps}: {np.mean(losses[-20:]):.3f} nats")
     return start, gate, losses
 
 
@@ -172,7 +172,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
             level = ",level=head" if method in ("turned_queries", "kvzip") else ""
             name = f"{method}:budget={args.budget}{level}"
             found.setdefault(name, {})[task] = measure(model, compress(model, asked.contexts, name), asked)
-        progress(f"{task}: " + ", ".join(f"{name} {x[task]['nats']:.3f}" for name, x in found.items()))
+        log_progress(f"{task}: " + ", ".join(f"{name} {x[task]['nats']:.3f}" for name, x in found.items()))
     return {"losses": losses, "chosen_by": found}
 
 

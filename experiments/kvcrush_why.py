@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.cache.eviction.granularity import by_unit, evictable, split, top
@@ -142,7 +142,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
     rows = common.windows(args, model, args.length + args.tokens)
     exact = read_exactly(model, rows)
     plan = bind(f"snapkv:budget={args.length},window={WINDOW}", model.config)
-    progress("scores and signatures")
+    log_progress("scores and signatures")
     found = [layered(layer, prompt, exact, args.length) for layer, prompt in zip(plan, exact.prompts, strict=True)]
     budgets = {str(share): int(args.length * share) for share in args.budgets}
     if least := [share for share, budget in budgets.items() if (budget - WINDOW) * SHARE < 1]:
@@ -150,7 +150,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
     results: dict[str, list[Told]] = {share: [] for share in budgets}
     alone, together = [], []
     for i, layer in enumerate(found):
-        progress(f"layer {i + 1} of {len(found)}")
+        log_progress(f"layer {i + 1} of {len(found)}")
         first = min(max(i - args.join // 2, 0), max(len(found) - args.join, 0))
         joined = jnp.concatenate([x.bits for x in found[first : first + args.join]], -1)
         old = args.length - WINDOW

@@ -24,7 +24,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import kvjax
-from experiments.bench.common import integers, machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, table
 from experiments.bench.shapes import SHAPES
 from kvjax.core import compile_cache
 from kvjax.generation.session import LOOPS
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--methods", default=METHODS, help='separated by ";"')
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the random models")
-    p.add_argument("--depths", type=integers, default=[4, 12, 32], help="layers of the random models")
+    p.add_argument("--depths", type=parse_integers, default=[4, 12, 32], help="layers of the random models")
     p.add_argument("--model", help="a checkpoint instead")
     p.add_argument("--tokens", type=int, default=8, help="new tokens")
     p.add_argument("--loop", choices=LOOPS, help="of `generate` (default: what it chooses)")
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in models(args):
         kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # what every first call of a process pays is paid
         for method in args.methods.split(";"):
-            progress(f"{method}, {model.config.layers} layers")
+            log_progress(f"{method}, {model.config.layers} layers")
             cells.append(measure(model, method.strip(), args.tokens, args.loop))
     title = f"compiling {args.model or args.shape}: one prompt of {len(PROMPT)} tokens, {args.tokens} new ones"
     title += f", loop {args.loop!r}" if args.loop else ""

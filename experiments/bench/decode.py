@@ -18,10 +18,18 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
-from experiments.bench.peer import Peer, missing
-from experiments.bench.probes import Probes, read_probes
+from experiments.bench.decoders import KvjaxDecoder, TransformersDecoder, missing_packages
+from experiments.bench.measuring import (
+    Probes,
+    log_progress,
+    machine,
+    parse_integers,
+    read_probes,
+    report,
+    summary,
+    table,
+    time_in_turns,
+)
 from experiments.bench.shapes import SHAPES, decode_bytes, describe
 
 WARM_UP = 4  # decode steps before the first timed one; both sides must agree on their tokens
@@ -29,7 +37,7 @@ WARM_UP = 4  # decode steps before the first timed one; both sides must agree on
 
 def measure(
     model: kvjax.Model,
-    peer: Peer | None,
+    peer: TransformersDecoder | None,
     probes: Probes,
     context: int,
     batch: int,
@@ -39,7 +47,7 @@ def measure(
 ) -> dict[str, Any]:
     """One cell: all sides on one prompt i32[batch, context], ours under `full` and others; seconds are per step."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context), np.int32)
-    sides: dict[str, Any] = {method: Ours(model, kvjax.parse(method)) for method in ("full", *methods)}
+    sides: dict[str, Any] = {method: KvjaxDecoder(model, kvjax.parse(method)) for method in ("full", *methods)}
     for side in sides.values():
         side.prefill(ids, room=WARM_UP + steps * repeats)
     if peer is not None:
@@ -52,7 +60,7 @@ def measure(
 
     size, reads = probes
     runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
-    seconds = interleaved({**runs, **reads}, repeats)
+    seconds = time_in_turns({**runs, **reads}, repeats)
     bandwidth = size / min(min(seconds[name]) for name in reads)
     middle = context + WARM_UP + steps * repeats / 2
     need = decode_bytes(model.config, model.params, batch, middle)
@@ -98,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--contexts", type=integers, default=[512, 4096], help="tokens of the prompt")
-    parser.add_argument("--batches", type=integers, default=[1, 4])
+    parser.add_argument("--contexts", type=parse_integers, default=[512, 4096], help="tokens of the prompt")
+    parser.add_argument("--batches", type=parse_integers, default=[1, 4])
     parser.add_argument("--methods", default="", help='measured beside full, separated by ";"')
     parser.add_argument("--steps", type=int, default=16, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
@@ -112,16 +120,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.models.split(","):
         model = kvjax.random_model(SHAPES[name])
         lines.append(describe(name, model.config, model.params))
-        peer = None if missing() else Peer(model)
+        peer = None if missing_packages() else TransformersDecoder(model)
         for context in args.contexts:
             for batch in args.batches:
-                progress(f"{name}, context {context}, batch {batch}")
+                log_progress(f"{name}, context {context}, batch {batch}")
                 cell = measure(model, peer, probes, context, batch, args.steps, args.repeats, methods)
                 results.append({"model": name, **cell})
                 shown += rows(name, cell)
         jax.clear_caches()
-    if missing():
-        lines.append(f"The transformers column is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
+    if missing_packages():
+        lines.append(f"The transformers column is left out: not installed: {missing_packages()} (pip install 'kvjax[parity]').")
     report("decode", before, [table("Decode, greedy", COLUMNS, shown)], lines, results)
 
 

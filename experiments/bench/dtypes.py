@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
-from experiments.bench.peer import Peer, missing
+from experiments.bench.decoders import KvjaxDecoder, TransformersDecoder, missing_packages
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, summary, table, time_in_turns
 from kvjax.eval.run.command import words
 
 Side = tuple[str, str]
@@ -29,9 +28,9 @@ def sides_of(model: str, dtypes: Sequence[str]) -> tuple[dict[Side, Any], kvjax.
     sides: dict[Side, Any] = {}
     for dtype in dtypes:
         loaded = kvjax.load(model, dtype=dtype)
-        sides["kvjax", dtype] = Ours(loaded, kvjax.methods.full())
-        if not missing():
-            sides["transformers", dtype] = Peer(loaded)
+        sides["kvjax", dtype] = KvjaxDecoder(loaded, kvjax.methods.full())
+        if not missing_packages():
+            sides["transformers", dtype] = TransformersDecoder(loaded)
     return sides, loaded.config
 
 
@@ -43,13 +42,13 @@ def measure(
     room = steps * (repeats + 1)
 
     def read(side: Any) -> float:
-        return side.prefill(ids, room=room) if isinstance(side, Ours) else side.prefill(ids)
+        return side.prefill(ids, room=room) if isinstance(side, KvjaxDecoder) else side.prefill(ids)
 
     for side in sides.values():  # compiled and warm
         read(side)
         side.decode(steps)
-    prefill = interleaved({name: (lambda side=side: read(side)) for name, side in sides.items()}, repeats)
-    decode = interleaved(
+    prefill = time_in_turns({name: (lambda side=side: read(side)) for name, side in sides.items()}, repeats)
+    decode = time_in_turns(
         {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}, repeats
     )
     return {
@@ -82,20 +81,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="what kvjax.load opens")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--batches", type=integers, default=[1, 4])
+    parser.add_argument("--batches", type=parse_integers, default=[1, 4])
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=5, help="turns; the table shows their median")
     args = parser.parse_args(argv)
     before, shown, results = machine(), [], []
     sides, config = sides_of(args.model, args.dtypes)
     for batch in args.batches:
-        progress(f"batch {batch}")
+        log_progress(f"batch {batch}")
         cell = measure(sides, config.vocab_size, args.context, batch, args.steps, args.repeats)
         shown += rows(batch, cell)
         results += [{"batch": batch, "side": name, "dtype": dtype, **found} for (name, dtype), found in cell.items()]
     notes = []
-    if missing():
-        notes.append(f"transformers is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
+    if missing_packages():
+        notes.append(f"transformers is left out: not installed: {missing_packages()} (pip install 'kvjax[parity]').")
     title = f"{args.model}, {args.context} tokens, method full"
     report("dtypes", before, [table(title, COLUMNS, shown)], notes, results)
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
+from experiments.bench.decoders import KvjaxDecoder
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, summary, table, time_in_turns
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.generation.reuse.full_kv import Exact
@@ -73,7 +73,7 @@ def measure(
     prompts, room = random_prompts(model, batch, tokens), steps * (repeats + 1)
     loops, cells = {}, {}
     for name, text in sides.items():
-        loops[name] = Ours(model, kvjax.parse(text))
+        loops[name] = KvjaxDecoder(model, kvjax.parse(text))
         loops[name].begin(prompts.under(text, tokens + room), room)
         held, size = lengths(loops[name].cache, tokens), kvjax.state_bytes(loops[name].cache)
         cells[name] = {
@@ -84,7 +84,7 @@ def measure(
     del prompts
     for loop in loops.values():  # compiled and warm
         loop.decode(steps)
-    seconds = interleaved({n: (lambda side=s: side.decode(steps) / steps) for n, s in loops.items()}, repeats)
+    seconds = time_in_turns({n: (lambda side=s: side.decode(steps) / steps) for n, s in loops.items()}, repeats)
     return {name: {**cell, "seconds_per_step": summary(seconds[name])} for name, cell in cells.items()}
 
 
@@ -118,10 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--tokens", type=integers, default=[1024, 4096], help="of the prompt")
-    parser.add_argument("--batches", type=integers, default=[1, 8])
+    parser.add_argument("--tokens", type=parse_integers, default=[1024, 4096], help="of the prompt")
+    parser.add_argument("--batches", type=parse_integers, default=[1, 8])
     parser.add_argument("--fraction", type=float, default=0.25, help="of the prompt's tokens, which equal heads keep")
-    parser.add_argument("--pages", type=integers, default=[16], help="slots of a page")
+    parser.add_argument("--pages", type=parse_integers, default=[16], help="slots of a page")
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
     args = parser.parse_args(argv)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(describe(name, model.config, model.params))
         for tokens in args.tokens:
             for batch in args.batches:
-                progress(f"{name}, {tokens} tokens, batch {batch}")
+                log_progress(f"{name}, {tokens} tokens, batch {batch}")
                 sides = methods(tokens, args.fraction, args.pages)
                 cells = measure(model, sides, batch, tokens, args.steps, args.repeats)
                 results.append({"model": name, "tokens": tokens, "batch": batch, "sides": cells})

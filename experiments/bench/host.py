@@ -23,8 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.ours import Ours, random_loop
+from experiments.bench.decoders import KvjaxDecoder, random_loop
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    parse_integers,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from experiments.bench.shapes import describe
 from kvjax.core import memory
 from kvjax.testing import full_copies
@@ -65,7 +74,7 @@ class Rows:
             self.buf, total = append_and_recall(self.buf, self.idx)
             return total
 
-        return timed(run) / self.idx.shape[0]
+        return time_run(run) / self.idx.shape[0]
 
 
 def memory_alone(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -73,11 +82,11 @@ def memory_alone(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list
     runs = {(mb, kind): Rows(mb, rows, steps) for mb in sizes for kind, rows in (("append", 0), ("recall", n))}
     for r in runs.values():
         r.seconds()
-    seconds = interleaved({key: r.seconds for key, r in runs.items()}, repeats)
+    seconds = time_in_turns({key: r.seconds for key, r in runs.items()}, repeats)
     return [{"megabytes": mb, **{kind: summary(seconds[mb, kind]) for kind in ("append", "recall")}} for mb in sizes]
 
 
-def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ours]:
+def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, KvjaxDecoder]:
     """Decode loops whose values take `megabytes` in all, under each method."""
     c = model.config
     tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
@@ -96,7 +105,7 @@ def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int
     for side in sides.values():
         side.decode(steps)
     runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
-    seconds = interleaved(runs, repeats)
+    seconds = time_in_turns(runs, repeats)
     host, program = sides["kcache"].cache, sides["kcache"].program()
     copies = full_copies(program, host.layers[0].v.data.shape)
     return {
@@ -131,7 +140,9 @@ def row(megabytes: int, cell: dict[str, Any]) -> list[Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=integers, default=[64, 256, 1024], help="of values, all layers together")
+    parser.add_argument(
+        "--megabytes", type=parse_integers, default=[64, 256, 1024], help="of values, all layers together"
+    )
     parser.add_argument("--n", type=int, default=128, help="values that kcache fetches per head and step")
     parser.add_argument("--steps", type=int, default=16, help="steps per turn of the decode loop")
     parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of kvjax.memory alone")
@@ -142,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = memory_alone(args.megabytes, args.n, args.row_steps, args.repeats)
     cells = {}
     for mb in args.megabytes:
-        progress(f"decode loop, {mb} MB of values")
+        log_progress(f"decode loop, {mb} MB of values")
         cells[mb] = measure(model, mb, args.n, args.steps, args.repeats)
     tables = [
         table(

@@ -17,8 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours, random_loop
+from experiments.bench.decoders import KvjaxDecoder, random_loop
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, summary, table, time_in_turns
 from experiments.bench.shapes import describe
 from kvjax.methods.strings import named
 
@@ -32,7 +32,7 @@ def config(kv_heads: int, groups: int, head_dim: int) -> kvjax.Config:
     return kvjax.Config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
 
 
-def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, room: int) -> dict[str, Ours]:
+def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, room: int) -> dict[str, KvjaxDecoder]:
     """One decode loop per method, ready to run; methods on the host also without it."""
     out = {}
     for text in methods:
@@ -54,7 +54,7 @@ def measure(
     loops = sides(models, methods, tokens, room=steps * (repeats + 1))
     for side in loops.values():
         side.decode(steps)
-    seconds = interleaved({n: (lambda s=s: s.decode(steps) / steps) for n, s in loops.items()}, repeats)
+    seconds = time_in_turns({n: (lambda s=s: s.decode(steps) / steps) for n, s in loops.items()}, repeats)
     sizes = {name: kvjax.state_bytes(loop.cache).total for name, loop in loops.items()}
     return {name: {"seconds_per_step": summary(seconds[name]), "bytes": sizes[name]} for name in loops}
 
@@ -78,7 +78,7 @@ def rows(cells: dict[str, Any]) -> list[list[Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=integers, default=[8192, 32768])
+    parser.add_argument("--tokens", type=parse_integers, default=[8192, 32768])
     parser.add_argument("--heads", default="8x4", help="key/value heads x query heads of each")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--methods", default=METHODS, help="beside full, separated by ';'")
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     methods = list(named(["full", args.methods]))
     cells, tables = {}, []
     for tokens in args.tokens:
-        progress(f"{tokens} tokens")
+        log_progress(f"{tokens} tokens")
         cells[tokens] = measure(models, methods, tokens, args.steps, args.repeats)
         tables.append(table(f"{tokens:,} tokens, batch 1", COLUMNS, rows(cells[tokens])))
     results = [{"tokens": n, "methods": cell} for n, cell in cells.items()]

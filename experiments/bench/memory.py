@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.bench.process import alone, peak_bytes
 from experiments.bench.shapes import SHAPES
 from kvjax.eval.run.command import words
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 random = kvjax.random_model(SHAPES[name])
                 checkpoint.save(where, random.config, random.params)
             for dtype in args.dtypes:
-                progress(f"{name}, {dtype}")
+                log_progress(f"{name}, {dtype}")
                 found = alone(used, where, dtype, args.tokens)
                 results.append({"model": name, "dtype": dtype, "tokens": args.tokens, **found})
                 lines.append(row(name, dtype, args.tokens, found))

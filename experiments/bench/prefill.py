@@ -19,17 +19,24 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
-from experiments.bench.peer import Peer, missing
-from experiments.bench.probes import Probes, product_probes
+from experiments.bench.decoders import KvjaxDecoder, TransformersDecoder, missing_packages
+from experiments.bench.measuring import (
+    Probes,
+    log_progress,
+    machine,
+    product_probes,
+    report,
+    summary,
+    table,
+    time_in_turns,
+)
 from experiments.bench.process import alone, peak_bytes
 from experiments.bench.shapes import SHAPES, describe, prefill_flops
 
 
 def measure(
     model: kvjax.Model,
-    peer: Peer | None,
+    peer: TransformersDecoder | None,
     probes: Probes,
     tokens: int,
     batch: int,
@@ -38,7 +45,7 @@ def measure(
 ) -> dict[str, Any]:
     """Both sides on one prompt i32[batch, tokens], ours under the exact method `full` and under others."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, tokens), np.int32)
-    sides: dict[str, Any] = {method: Ours(model, kvjax.parse(method)) for method in ("full", *methods)}
+    sides: dict[str, Any] = {method: KvjaxDecoder(model, kvjax.parse(method)) for method in ("full", *methods)}
     if peer is not None:
         sides["transformers"] = peer
     for side in sides.values():
@@ -47,7 +54,7 @@ def measure(
         raise AssertionError("the first greedy tokens differ: both sides do not compute the same thing")
     operations, products = probes
     runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
-    seconds = interleaved({**runs, **products}, repeats)
+    seconds = time_in_turns({**runs, **products}, repeats)
     need = prefill_flops(model.config, model.params, batch, tokens)
     return {
         "batch": batch,
@@ -82,8 +89,8 @@ def beside_peer(args: argparse.Namespace) -> None:
     for name in args.models.split(","):
         model = kvjax.random_model(SHAPES[name])
         lines.append(describe(name, model.config, model.params))
-        progress(f"{name}, {args.tokens or 4096} tokens")
-        peer = None if missing() else Peer(model)
+        log_progress(f"{name}, {args.tokens or 4096} tokens")
+        peer = None if missing_packages() else TransformersDecoder(model)
         methods = args.methods.split(";") if args.methods else ()
         cell = measure(model, peer, probes, args.tokens or 4096, args.batch, args.repeats, methods)
         results.append({"model": name, **cell})
@@ -91,8 +98,8 @@ def beside_peer(args: argparse.Namespace) -> None:
         best = ", ".join(f"{k} {v / 1e9:.0f}" for k, v in cell["product_flops_per_second"].items())
         lines.append(f"{name}: {args.product} x {args.product} float32, best GFLOP/s: {best}")
         jax.clear_caches()
-    if missing():
-        lines.append(f"transformers is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
+    if missing_packages():
+        lines.append(f"transformers is left out: not installed: {missing_packages()} (pip install 'kvjax[parity]').")
     report("prefill", before, [table("Prefill", COLUMNS, shown)], lines, results)
 
 
@@ -103,7 +110,7 @@ def long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
     kvjax.prefill(m, ids[:, :64], kvjax.methods.full())  # what the library itself needs belongs to "before"
     before, seconds = peak_bytes(), []
     for _ in range(2):  # the second time without compilation
-        side = Ours(m, kvjax.methods.full())
+        side = KvjaxDecoder(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache).total
     one = 4 * m.config.heads * tokens**2
@@ -125,7 +132,7 @@ def very_long(args: argparse.Namespace) -> None:
     """The second form."""
     before, results, lines, tokens = machine(), [], [], args.tokens or 32_768
     for chunk in (None, args.chunk):
-        progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
+        log_progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
         r = alone(long_prompt, args.model, tokens, chunk)
         results.append({"model": args.model, "tokens": tokens, "chunk": chunk, **r})
         mega = (f"{x / 1e6:.0f}" for x in (r["before"], r["peak"], sum(r["state"].values()), r["s_by_s"]))

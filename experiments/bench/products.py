@@ -18,7 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    parse_integers,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from kvjax.core.matmul import WITHOUT_PACKING, matmul
 from kvjax.utils.arguments import float_type
 
@@ -51,9 +60,9 @@ def measure(shape: Shape, rows: int, dtype: jnp.dtype, megabytes: int, repeats: 
     x, runs = jnp.ones((rows, shape[0]), dtype), {}
     for name, (multiply, options) in PROGRAMS.items():
         lowered = jax.jit(through, static_argnames="multiply").lower(x, weights, multiply)
-        runs[name] = functools.partial(timed, passes, lowered.compile(compiler_options=options), x, weights)
-    interleaved(runs, 1)
-    seconds = {name: summary(found) for name, found in interleaved(runs, repeats).items()}
+        runs[name] = functools.partial(time_run, passes, lowered.compile(compiler_options=options), x, weights)
+    time_in_turns(runs, 1)
+    seconds = {name: summary(found) for name, found in time_in_turns(runs, repeats).items()}
     size = PASSES * sum(w.nbytes for w in weights)
     return {"shape": shape, "rows": rows, "dtype": dtype.name, "bytes": size, "seconds": seconds}
 
@@ -72,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=shapes, default="768x2048,2048x5632,576x1536", help="in x out")
-    parser.add_argument("--rows", type=integers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=parse_integers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--megabytes", type=int, default=256, help="of weights that one turn reads")
     parser.add_argument("--repeats", type=int, default=7)
@@ -81,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, results = machine(), []
     for dtype in map(float_type, args.dtypes.split(",")):
         for shape in args.shapes:
-            progress(f"{shape[0]} x {shape[1]}, {dtype.name}")
+            log_progress(f"{shape[0]} x {shape[1]}, {dtype.name}")
             results += [measure(shape, rows, dtype, args.megabytes, args.repeats) for rows in args.rows]
     lines = [row(cell) for cell in results]
     report("products", before, [table("Products of a few rows", COLUMNS, lines)], [], results)

@@ -7,7 +7,7 @@ counts once, what stands inside it not. "Host" are those that read or write host
 something from there to the device, and "waits" the fetches behind which nothing else is launched until they are done.
 "Outside" are copies of whole buffers to or from the host, before the loop or behind it. Bytes are those that the
 compiler counts for the program with one step in it; the bound is what an exact step must read. --topology compiles for
-a machine that is not there (`absent.py` says what that wants), each method in a process of its own; without it the
+a machine that is not there (`cross_compile.py` says what that wants), each method in a process of its own; without it the
 program is that of this machine. A CPU's program keeps the host's memory not apart from the device's.
 """
 
@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.absent import bytes_counted, compiled_for
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.cross_compile import bytes_counted, compiled_for
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.bench.process import Killed, alone
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
@@ -180,11 +180,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = dataclasses.replace(SHAPES[args.shape], layers=args.layers)
     measure = functools.partial(alone, measured) if args.topology else measured  # such a compiler may end its process
     for method in args.methods:
-        progress(method)
+        log_progress(method)
         try:
             results.append(measure(config, args.dtype, method, args.tokens, args.topology))
         except Killed as e:
-            progress(f"{method}: {e}")
+            log_progress(f"{method}: {e}")
             results.append({"method": method})
     where = args.topology or f"this machine's {jax.default_backend()}"
     title = f"A step of {args.layers} layers of {args.shape}, {args.dtype}, {args.tokens} tokens held, for {where}"

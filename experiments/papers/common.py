@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import progress
+from experiments.bench.measuring import log_progress
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
 def batches(rows: Any, size: int, what: str):
     """Slices of `size`, each announced on stderr."""
     for i in range(0, len(rows), size):
-        progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
+        log_progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
         yield rows[i : i + size]
 
 
@@ -229,4 +229,4 @@ def figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=150)
     plt.close(fig)
-    progress(f"wrote {path}")
+    log_progress(f"wrote {path}")

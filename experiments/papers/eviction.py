@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import progress
+from experiments.bench.measuring import log_progress
 from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.protocol import KVMethod
@@ -230,7 +230,7 @@ def measure(
         for start in range(0, len(rows), args.batch):
             prompts = make(model, rows[start : start + args.batch])
             for name, method in methods.items():
-                progress(f"{task}, contexts from {start}: {name}")
+                log_progress(f"{task}, contexts from {start}: {name}")
                 outcomes, context = prompts.outcomes(method)
                 size = context.bytes.per_sequence(context.rows)
                 found.bytes.setdefault(name, size.held)

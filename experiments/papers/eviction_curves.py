@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Found, arguments, measure
 from experiments.papers.eviction_tables import (
@@ -149,7 +149,7 @@ def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, tasks=["phrases"], contexts=16)
-    parser.add_argument("--budgets", type=integers, default="64,128,256,512")
+    parser.add_argument("--budgets", type=parse_integers, default="64,128,256,512")
     parser.add_argument("--methods", type=common.words, default=",".join(METHODS), help="from: " + ", ".join(METHODS))
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
     args = parser.parse_args(argv)

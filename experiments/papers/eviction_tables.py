@@ -15,7 +15,7 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from experiments.bench import common as bench  # noqa: E402
+from experiments.bench import measuring  # noqa: E402
 from experiments.papers.eviction import WHEN, Found  # noqa: E402
 from kvjax import Model  # noqa: E402
 
@@ -79,7 +79,7 @@ def quality(
         *(NAMES[w] for w in whens),
         *(["text, bits/token"] if text else []),
     ]
-    return bench.table(title, columns, rows)
+    return measuring.table(title, columns, rows)
 
 
 def document(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from experiments.papers.eviction_tables import figure, save
 from kvjax import KvjaxError, Method, Model
@@ -36,7 +36,7 @@ def stream(model: Model, method: Method, tokens: np.ndarray, first: int, chunk: 
     nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(cache)}
     for at in range(first, len(tokens) - 1, chunk):
         if (at - first) // chunk % 20 == 0:
-            progress(f"token {at:,} of {len(tokens):,}")
+            log_progress(f"token {at:,} of {len(tokens):,}")
         part = tokens[at : at + chunk + 1]
         fed = np.pad(part[:-1], (0, chunk + 1 - len(part)))  # padding ends the last call only: one shape, one program
         logits, cache = kvjax.extend(model, [fed], cache)
@@ -115,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens = text(args, model)
     found, sizes = {}, {}
     for name, method, count in sides(args):
-        progress(name)
+        log_progress(name)
         found[name], seen = stream(model, method, tokens[:count], first, args.chunk)
         sizes[name] = sorted(seen)
-    progress("windows computed anew")
+    log_progress("windows computed anew")
     anew = recomputed(model, tokens, first, args.batch)
     finish(args, model, before, found, sizes, anew)
 

@@ -2,7 +2,7 @@
 
 A kind of table is a class, in the file that knows its maths; `table` registers it, and nothing else has to be touched.
 A method whose recipe gets a path finds its arrays with `TheKind.given(path).of(spec, name=shape)`. What ships with
-kvjax is made by `python -m experiments.tables.shipped`.
+kvjax is made by `python -m experiments.tables.build`.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ from experiments.papers import (
     eviction,
     eviction_curves,
     eviction_tables,
-    kvcrush_figure5,
-    kvcrush_figure6,
-    kvcrush_figure7,
-    kvcrush_figure8,
-    kvcrush_table2,
-    kvcrush_table3,
-    specache_table2,
     streaming,
 )
+from experiments.papers.kvcrush import figure5 as kvcrush_figure5
+from experiments.papers.kvcrush import figure6 as kvcrush_figure6
+from experiments.papers.kvcrush import figure7 as kvcrush_figure7
+from experiments.papers.kvcrush import figure8 as kvcrush_figure8
+from experiments.papers.kvcrush import table2 as kvcrush_table2
+from experiments.papers.kvcrush import table3 as kvcrush_table3
+from experiments.papers.specache import table2 as specache_table2
 from kvjax import KvjaxError
 from kvjax.methods.strings import parts_of
 from kvjax.models.tokenizer import Tokenizer

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from experiments.papers import eviction_curves, specache_figure2, specache_figure5
+from experiments.papers import eviction_curves
 from experiments.papers.eviction import Found, Outcome
+from experiments.papers.specache import figure2 as specache_figure2
+from experiments.papers.specache import figure5 as specache_figure5
 from experiments.testbed import plot
 from experiments.testbed.batches import KINDS
 from tests.eval.page.axes import check_percents, check_scales, ticks

@@ -12,15 +12,13 @@ import pytest
 
 import kvjax
 from experiments.bench.shapes import SHAPES
-from experiments.papers import (
-    kcache_equations,
-    kcache_table1,
-    kcache_table2,
-    kcache_table3,
-    kcache_table4,
-    specache_appendix,
-    specache_figure4,
-)
+from experiments.papers.kcache import equations as kcache_equations
+from experiments.papers.kcache import table1 as kcache_table1
+from experiments.papers.kcache import table2 as kcache_table2
+from experiments.papers.kcache import table3 as kcache_table3
+from experiments.papers.kcache import table4 as kcache_table4
+from experiments.papers.specache import appendix as specache_appendix
+from experiments.papers.specache import figure4 as specache_figure4
 from kvjax import KvjaxError
 from kvjax.methods.strings import parts_of
 from kvjax.testing import toy_model

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.papers import eviction, kcache_table2, kvcrush_table3, questions
+from experiments.papers import eviction, questions
+from experiments.papers.kcache import table2 as kcache_table2
+from experiments.papers.kvcrush import table3 as kvcrush_table3
 from kvjax import KvjaxError, Model
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import framed

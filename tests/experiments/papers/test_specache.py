@@ -12,15 +12,13 @@ import pytest
 
 import kvjax
 from experiments.bench.shapes import SHAPES
-from experiments.papers import (
-    common,
-    specache_figure2,
-    specache_figure5,
-    specache_table1,
-    specache_table3,
-    specache_table4,
-    specache_table5,
-)
+from experiments.papers import common
+from experiments.papers.specache import figure2 as specache_figure2
+from experiments.papers.specache import figure5 as specache_figure5
+from experiments.papers.specache import table1 as specache_table1
+from experiments.papers.specache import table3 as specache_table3
+from experiments.papers.specache import table4 as specache_table4
+from experiments.papers.specache import table5 as specache_table5
 from experiments.testbed.measure import answers
 from kvjax import KvjaxError
 from kvjax.eval.tasks.symbols import knows_symbols

@@ -1,6 +1,6 @@
 """SpeCache, Table 5: one-bit codes with the paper's levels or with KIVI's, with and without fetched rows.
 
-python -m experiments.papers.specache_table5 [--model DIR] [--tasks variables,needle]
+python -m experiments.papers.specache.table5 [--model DIR] [--tasks variables,needle]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
 from kvjax.methods.strings import parts_of
 

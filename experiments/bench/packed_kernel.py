@@ -1,6 +1,6 @@
 """Decode attention over packed keys and values beside the same attention in bfloat16, in one run.
 
-python -m experiments.bench.packed [--bits 2] [--context 32768] [--batches 1,8]
+python -m experiments.bench.packed_kernel [--bits 2] [--context 32768] [--batches 1,8]
 
 Sides: "kernel", kvjax.kernels.packed.attend (on a GPU only); "dequantised", its reference, which unpacks everything;
 "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla", jax.nn.dot_product_attention on
@@ -20,8 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.probes import read_probes
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    read_probes,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.kernels import packed
 from kvjax.core.types import KVBlock
@@ -127,10 +135,10 @@ def measure(bits: int, S: int, B: int, size: dict[str, Any], probes, gpu: bool) 
     for name in errors:
         takes, attend = all_sides[name]
         args = turn(attend, size["rounds"]), q, [x[takes] for x in layers]
-        timed(*args)
-        runs[name] = lambda args=args: timed(*args) / (count * size["rounds"])
+        time_run(*args)
+        runs[name] = lambda args=args: time_run(*args) / (count * size["rounds"])
     read, reads = probes
-    seconds = interleaved({**runs, **reads}, size["repeats"])
+    seconds = time_in_turns({**runs, **reads}, size["repeats"])
     need = {name: width(layers[0][all_sides[name][0]]) for name in runs}
     cell = {
         "batch": B,
@@ -180,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, cells, notes = machine(), [], {}
     probes = read_probes(args.read_megabytes)
     for batch in args.batches:
-        progress(f"batch {batch}")
+        log_progress(f"batch {batch}")
         cell, left_out = measure(args.bits, args.context, batch, vars(args), probes, gpu)
         cells.append({"bits": args.bits, "context": args.context, **cell})
         notes |= dict.fromkeys(left_out)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import packed
+from experiments.bench import packed_kernel as packed
 
 
 @pytest.fixture(autouse=True)

@@ -10,27 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.eval.run.machine import machine
+from kvjax.eval.run.machine import machine, version
 
 PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
 
 
-def integers(text: str) -> list[int]:
+def parse_integers(text: str) -> list[int]:
     """Comma-separated integers."""
     return [int(word) for word in text.split(",") if word.strip()]
 
 
-def timed(fun: Callable[..., Any], *args: Any) -> float:
+def time_run(fun: Callable[..., Any], *args: Any) -> float:
     """Seconds until the JAX arrays that `fun(*args)` returns are ready."""
     start = time.perf_counter()
     jax.block_until_ready(fun(*args))
     return time.perf_counter() - start
 
 
-def interleaved(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
+def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
     """Runs all of them in turn, `repeats` times, every other round backwards; each returns its own seconds.
 
     What else happens on the machine then falls on all of them alike.
@@ -41,6 +42,33 @@ def interleaved(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict[A
             time.sleep(PAUSE)
             seconds[name].append(runs[name]())
     return seconds
+
+
+Probes = tuple[int, dict[str, Callable[[], float]]]
+"""How much one run of a probe reads or computes, and by name what runs it and returns its seconds."""
+
+
+def read_probes(megabytes: int = 512) -> Probes:
+    """(bytes, runs): a sum, and a matrix times a vector, over an array too large for the caches."""
+    x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
+    v = jnp.ones((1024,), jnp.float32)
+    total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
+    jax.block_until_ready((total(x), matvec(x, v)))
+    return x.nbytes, {"sum": lambda: time_run(total, x), "matvec": lambda: time_run(matvec, x, v)}
+
+
+def product_probes(n: int = 2048) -> Probes:
+    """(operations, runs): a product of two n x n matrices, in JAX and, when installed, in torch."""
+    x = jnp.ones((n, n), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    runs = {"product (jax)": lambda: time_run(product, x, x)}
+    if version("torch"):
+        import torch
+
+        y = torch.ones(n, n)
+        runs["product (torch)"] = lambda: time_run(torch.matmul, y, y)
+    return 2 * n**3, runs
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -58,7 +86,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     return t
 
 
-def progress(text: str) -> None:
+def log_progress(text: str) -> None:
     """Says on stderr what is being measured now."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
 """KCache, equations 1 to 4: when does the prompt hide the copying of values, and when does fetching N of them pay?
 
-python -m experiments.papers.kcache_equations [--flops 312 --gpu-bandwidth 2039 --h2d 32 --d2h 32] [--context 16384]
+python -m experiments.papers.kcache.equations [--flops 312 --gpu-bandwidth 2039 --h2d 32 --d2h 32] [--context 16384]
     [--n 32,64,128] [--model llama-2-7b] [--measure]
 
 Both sides of each inequality for one layer, the s/N at which they are equal, and the largest N that pays. By default
@@ -18,10 +18,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import integers, interleaved, machine, progress, report, table, timed
-from experiments.bench.probes import product_probes, read_probes
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    parse_integers,
+    product_probes,
+    read_probes,
+    report,
+    table,
+    time_in_turns,
+    time_run,
+)
 from experiments.papers import common
-from experiments.papers.kcache_table1 import CONFIGS, configuration
+from experiments.papers.kcache.table1 import CONFIGS, configuration
 from kvjax import Config, KvjaxError
 from kvjax.core import memory
 
@@ -122,20 +131,20 @@ def copies(megabytes: int) -> tuple[int, dict[str, Any]]:
     held = memory.pack(x, host=True)
     there, back = jax.jit(lambda x: memory.pack(x, host=True)), jax.jit(memory.unpack)
     jax.block_until_ready((there(x), back(held)))
-    return x.nbytes, {"d2h": lambda: timed(there, x), "h2d": lambda: timed(back, held)}
+    return x.nbytes, {"d2h": lambda: time_run(there, x), "h2d": lambda: time_run(back, held)}
 
 
 def measured(megabytes: int, size: int, repeats: int) -> Machine:
     """This machine's figures: the best of so many turns of each probe."""
     memory.require_host_memory()
-    progress("bandwidths and operations of this machine")
+    log_progress("bandwidths and operations of this machine")
     (read, reads), (operations, products), (moved, moves) = (
         read_probes(megabytes),
         product_probes(size),
         copies(megabytes),
     )
     products = {name: run for name, run in products.items() if "jax" in name}
-    seconds = interleaved({**reads, **products, **moves}, repeats)
+    seconds = time_in_turns({**reads, **products, **moves}, repeats)
     best = {name: min(s) for name, s in seconds.items()}
 
     def of(runs):
@@ -176,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="llama-2-7b", help="a checkpoint directory, testbed, " + ", ".join(CONFIGS))
     p.add_argument("--context", type=int, default=16384, help="tokens, s")
     p.add_argument("--batch", type=int, default=1, help="rows, b; all sides grow with it alike")
-    p.add_argument("--n", type=integers, default=[32, 64, 128], help="values fetched per head, N")
-    p.add_argument("--probe", type=integers, default=[256, 2048], help="MB read and moved, width of the product")
+    p.add_argument("--n", type=parse_integers, default=[32, 64, 128], help="values fetched per head, N")
+    p.add_argument("--probe", type=parse_integers, default=[256, 2048], help="MB read and moved, width of the product")
     p.add_argument("--repeats", type=int, default=7, help="turns of --measure; the best counts")
     args = p.parse_args(argv)
     if min([args.context, args.batch, *args.n]) < 1:

@@ -1,6 +1,6 @@
 """KVCrush, Figure 6: KVCrush and k-means over H2O, accuracy and latency side by side.
 
-python -m experiments.papers.kvcrush_figure6 [--repeats 5] [--shapes 125m] [--no-accuracy]
+python -m experiments.papers.kvcrush.figure6 [--repeats 5] [--shapes 125m] [--no-accuracy]
 
 Latency is prefill + 128 decode steps of one row, all methods in turns in one process. What KVCrush adds is smaller than
 what such a run scatters, so the selection alone (scores, representatives and the gather, from keys, values and queries
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.ours import Ours
+from experiments.bench.decoders import KvjaxDecoder
+from experiments.bench.measuring import log_progress, machine, report, summary, table, time_in_turns, time_run
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.eviction import Prompts, arguments, measure
@@ -41,15 +41,15 @@ def lines(base: str, share: float) -> list[Line]:
 def latency(model: Model, methods: Sequence[str], context: int, steps: int, repeats: int) -> dict[str, Any]:
     """Seconds of prefill + steps for each method, in turns, and of its selection alone; one row of random tokens."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, context), np.int32)
-    sides = {name: Ours(model, kvjax.parse(name)) for name in methods}
+    sides = {name: KvjaxDecoder(model, kvjax.parse(name)) for name in methods}
 
-    def whole(side: Ours) -> float:
+    def whole(side: KvjaxDecoder) -> float:
         return side.prefill(ids, room=steps) + side.decode(steps)
 
     prompts = Prompts(model, list(ids), steps)
 
-    def selection(side: Ours) -> float:
-        return timed(lambda: prompts.under(side.method).cache)
+    def selection(side: KvjaxDecoder) -> float:
+        return time_run(lambda: prompts.under(side.method).cache)
 
     return {
         "seconds": _turns({name: lambda s=side: whole(s) for name, side in sides.items()}, repeats),
@@ -60,7 +60,7 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
 def _turns(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     for run in runs.values():
         run()  # compiles
-    return interleaved(runs, repeats)
+    return time_in_turns(runs, repeats)
 
 
 def overheads(found: dict[str, Any], base: str) -> dict[str, dict[str, float]]:
@@ -84,7 +84,7 @@ def overheads(found: dict[str, Any], base: str) -> dict[str, dict[str, float]]:
 
 def timing(model: Model, args: argparse.Namespace, every: Sequence[Line], shape: str) -> tuple[Any, dict[str, Any]]:
     """(table, record) of one model."""
-    progress(f"latency, {shape}")
+    log_progress(f"latency, {shape}")
     methods = [line.method for line in every]
     seconds = latency(model, methods, args.timed_length, args.steps, args.repeats)
     over = overheads(seconds, methods[0])

@@ -1,6 +1,6 @@
 """KVCrush, Figure 7: what it adds to H2O, SnapKV and PyramidKV, for single tokens and for chunks of 8.
 
-python -m experiments.papers.kvcrush_figure7 [--budget 256] [--units token,chunk8] [--out out]
+python -m experiments.papers.kvcrush.figure7 [--budget 256] [--units token,chunk8] [--out out]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.measuring import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import (

@@ -1,7 +1,7 @@
 """SpeCache, appendix C: all 15 LongBench tasks, the methods of Table 2 and KIVI.
 
-python -m experiments.papers.specache_appendix --model DIR --data DATA [--length 7500] [--contexts 200] [--run DIR]
-python -m experiments.papers.specache_appendix [--ratios 8] [--tasks ruler.vt,symbols.copying]
+python -m experiments.papers.specache.appendix --model DIR --data DATA [--length 7500] [--contexts 200] [--run DIR]
+python -m experiments.papers.specache.appendix [--ratios 8] [--tasks ruler.vt,symbols.copying]
 
 With --data the tasks are LongBench's own, from local files. Without, the shipped model's tasks stand in for them.
 """
@@ -14,9 +14,9 @@ from statistics import mean
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
-from experiments.papers.specache_figure4 import add_run, evaluated
+from experiments.papers.specache.figure4 import add_run, evaluated
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     p = add_run(common.parser(__doc__), "")
     p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
-    p.add_argument("--ratios", type=integers, default=[4, 8], help="so many times smaller than the context")
+    p.add_argument("--ratios", type=parse_integers, default=[4, 8], help="so many times smaller than the context")
     p.add_argument(
         "--tasks", type=common.words, help="names or families (default: all of LongBench's 15, or stand-ins)"
     )

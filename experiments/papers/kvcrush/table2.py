@@ -1,6 +1,6 @@
 """KVCrush, Table II: its anchors over H2O, paged as in the paper and by single tokens.
 
-python -m experiments.papers.kvcrush_table2 [--page 32 --length 2048: the paper's 32 first + 512 + 128 last tokens]
+python -m experiments.papers.kvcrush.table2 [--page 32 --length 2048: the paper's 32 first + 512 + 128 last tokens]
 
 The paper measures GSM8K with pages of 32 tokens and gives KVCrush 384 of the 512 tokens between first and last ones.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.measuring import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import (

@@ -1,6 +1,6 @@
 """KVCrush, Figure 8: paged H2O and paged KVCrush against the full cache.
 
-python -m experiments.papers.kvcrush_figure8 [--page 32 --length 2048: the paper's setting] [--pages 8,16,24]
+python -m experiments.papers.kvcrush.figure8 [--page 32 --length 2048: the paper's setting] [--pages 8,16,24]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report
+from experiments.bench.measuring import machine, parse_integers, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import (
@@ -22,7 +22,7 @@ from experiments.papers.eviction_tables import (
     quality,
     signature_note,
 )
-from experiments.papers.kvcrush_table2 import paged
+from experiments.papers.kvcrush.table2 import paged
 
 # GSM8K of Table II, which has the same setting: H2O, and the better of KVCrush's anchors (Phi-3 and Llama-3, strict).
 COLUMNS = ("Phi-3", "Llama-3")
@@ -46,7 +46,7 @@ def lines(page: int, pages: int) -> list[Line]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; one page of first tokens, four of last")
-    parser.add_argument("--pages", type=integers, default="8,16,24", help="pages kept in the middle (paper: 16)")
+    parser.add_argument("--pages", type=parse_integers, default="8,16,24", help="pages kept in the middle (paper: 16)")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {f"{n} pages": lines(args.page, n) for n in args.pages}

@@ -1,6 +1,6 @@
 """KVCrush, Figure 5: which share of the budget should go to representatives?
 
-python -m experiments.papers.kvcrush_figure5 [--shares 0,0.25,0.5] [--bases accumulated,snapkv] [--out out]
+python -m experiments.papers.kvcrush.figure5 [--shares 0,0.25,0.5] [--bases accumulated,snapkv] [--out out]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.measuring import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Found, arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, document, figure, quality, save, signature_note

@@ -1,6 +1,6 @@
 """SpeCache, Table 3: the largest batch of Mistral-7B that fits a device, and how fast such batches decode.
 
-python -m experiments.papers.specache_table3 [--memory-gb 48] [--measure small] [--batch 4] [--contexts 2048,8192,32768]
+python -m experiments.papers.specache.table3 [--memory-gb 48] [--measure small] [--batch 4] [--contexts 2048,8192,32768]
 
 The batch follows from bytes alone: weights, states by shape evaluation, what a step works with. Throughput is measured
 on a GPU, or on a model of `experiments/bench/shapes.py` named by --measure: random weights, random keys and values.
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, machine, progress, report, summary, table
-from experiments.bench.ours import random_loop
+from experiments.bench.decoders import random_loop
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, summary, table
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
-from experiments.papers.specache_table1 import MODELS
+from experiments.papers.specache.table1 import MODELS
 from kvjax import Config, KvjaxError, Method
 from kvjax.engine.plan import bind
 from kvjax.models.checkpoint import parameter_shapes
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, records: list[dict[str, Any]]) -> str:
     for r in records:
         text = METHODS[r["column"]].format(group=group)
         batch = args.batch or (r["batch"] if name == "mistral-7b" else 4)
-        progress(f"{name}, {text}, {r['context']} tokens, batch {batch}")
+        log_progress(f"{name}, {text}, {r['context']} tokens, batch {batch}")
         speed = throughput(model, kvjax.parse(text), batch, r["context"], args.steps, args.repeats)
         r["measured"] = {"model": name, "method": text, "batch": batch, "tokens_per_second": speed}
         jax.clear_caches()
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--memory-gb", type=float, default=48, help="of the device, in GiB (default: the paper's A6000)")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs, fragments and pieces, in GiB")
-    p.add_argument("--contexts", type=integers, default=list(PAPER))
+    p.add_argument("--contexts", type=parse_integers, default=list(PAPER))
     p.add_argument("--group", type=int, default=64)
     p.add_argument("--measure", help="mistral-7b (default on a GPU), " + ", ".join(SHAPES))
     p.add_argument("--batch", type=int, default=0, help="rows that are timed (default: those planned, or 4)")

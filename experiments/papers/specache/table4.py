@@ -1,6 +1,6 @@
 """SpeCache, Table 4: rows fetched a step ahead at the word of a guess, or chosen by the query itself and waited for.
 
-python -m experiments.papers.specache_table4 [--model DIR] [--rows 8] [--tasks variables,copying]
+python -m experiments.papers.specache.table4 [--model DIR] [--rows 8] [--tasks variables,copying]
 
 Quality on tasks and text; and seconds per decode step of all variants, in turns, on --rows contexts of --length random
 keys and values.
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import random_loop
+from experiments.bench.decoders import random_loop
+from experiments.bench.measuring import log_progress, machine, report, summary, table, time_in_turns
 from experiments.papers import common
 from kvjax import Model
 
@@ -32,12 +32,12 @@ def latency(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> dic
     """Seconds per step of each method, in turns within one run."""
     loops = {}
     for text in texts:
-        progress(f"decode loop, {text}")
+        log_progress(f"decode loop, {text}")
         room = args.steps * (args.repeats + 1)
         loops[text] = random_loop(model, kvjax.parse(text), args.rows, args.length, room)
         loops[text].decode(args.steps)
     runs = {text: (lambda loop=loop: loop.decode(args.steps) / args.steps) for text, loop in loops.items()}
-    return {text: summary(s) for text, s in interleaved(runs, args.repeats).items()}
+    return {text: summary(s) for text, s in time_in_turns(runs, args.repeats).items()}
 
 
 NOTE = (

@@ -1,6 +1,6 @@
 """SpeCache, Figure 5: quality by the number of fetched rows, with a one-bit copy in groups of 32.
 
-python -m experiments.papers.specache_figure5 [--model DIR] [--topk 0,4,8,16,32,64,128] [--tasks variables,copying]
+python -m experiments.papers.specache.figure5 [--model DIR] [--topk 0,4,8,16,32,64,128] [--tasks variables,copying]
 
 0 rows is `kivi` with the same residual. Writes specache_figure5.png into --out.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax.eval.page.charts import percents
 
@@ -64,7 +64,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__))
-    parser.add_argument("--topk", type=integers, default=TOPK)
+    parser.add_argument("--topk", type=parse_integers, default=TOPK)
     parser.add_argument("--residual", type=int, default=64, help="recent tokens in full precision")
     parser.add_argument("--speculative", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(tasks=["variables", "copying"])

@@ -1,6 +1,6 @@
 """SpeCache, Table 1: size of the cache of four models, and quality with and without fetched rows.
 
-python -m experiments.papers.specache_table1 [--sizes-only] [--model DIR] [--tasks variables,needle]
+python -m experiments.papers.specache.table1 [--sizes-only] [--model DIR] [--tasks variables,needle]
 
 The sizes are those of the states that the methods' prefills would leave at each model's greatest length, by shape
 evaluation: nothing is allocated, and no weights are needed. Quality is that of --model.
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax import Config, Model
 from kvjax.methods.strings import parts_of
@@ -127,8 +127,10 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Computes, measures and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__), group=False)
-    parser.add_argument("--bits", type=integers, default=[2, 1], help="whose quality is measured")
-    parser.add_argument("--groups", type=integers, default=[32, 64], help="of them those that divide the head size")
+    parser.add_argument("--bits", type=parse_integers, default=[2, 1], help="whose quality is measured")
+    parser.add_argument(
+        "--groups", type=parse_integers, default=[32, 64], help="of them those that divide the head size"
+    )
     parser.add_argument("--sizes-only", action="store_true", help="leave quality out")
     args = parser.parse_args(argv)
     before, found = machine(), sizes()

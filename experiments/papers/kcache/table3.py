@@ -1,6 +1,6 @@
 """KCache, Table 3: tokens per second of the full cache and of KCache, and which batches of LLaMA2-7B fit 64 GB.
 
-python -m experiments.papers.kcache_table3 [--models testbed,small,125m] [--inputs 1024,4096] [--batches 1,4]
+python -m experiments.papers.kcache.table3 [--models testbed,small,125m] [--inputs 1024,4096] [--batches 1,4]
     [--n 32,64,128] [--output 1024] [--memory-gb 64]
 
 Which batch fits follows from bytes alone, by shape evaluation. Speed is measured on small models: random keys and
@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import random_loop
+from experiments.bench.decoders import random_loop
+from experiments.bench.measuring import log_progress, machine, parse_integers, report, summary, table, time_in_turns
 from experiments.bench.shapes import SHAPES, describe
 from experiments.papers import common
-from experiments.papers.specache_table1 import MODELS
-from experiments.papers.specache_table3 import GIB, step_bytes, weight_bytes
+from experiments.papers.specache.table1 import MODELS
+from experiments.papers.specache.table3 import GIB, step_bytes, weight_bytes
 from kvjax import KvjaxError, Method, Model
 
 CONFIG = MODELS["LLaMA-2-7B"].config
@@ -93,7 +93,7 @@ def measure(model: Model, args: argparse.Namespace, tokens: int, batch: int) -> 
     for loop in loops.values():
         loop.decode(args.steps)
     runs = {t: (lambda loop=loop: loop.decode(args.steps) / args.steps) for t, loop in loops.items()}
-    seconds = {t: summary(s) for t, s in interleaved(runs, args.repeats).items()}
+    seconds = {t: summary(s) for t, s in time_in_turns(runs, args.repeats).items()}
     return record | {"seconds": seconds, "tokens_per_second": {t: batch / s["median"] for t, s in seconds.items()}}
 
 
@@ -140,10 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument(
         "--models", type=common.words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
     )
-    p.add_argument("--inputs", type=integers, default=[1024, 4096], help="tokens of the prompt")
+    p.add_argument("--inputs", type=parse_integers, default=[1024, 4096], help="tokens of the prompt")
     p.add_argument("--output", type=int, default=OUTPUT, help="tokens of the answer")
-    p.add_argument("--batches", type=integers, default=[1, 4])
-    p.add_argument("--n", type=integers, default=list(SIZES), help="values fetched per head")
+    p.add_argument("--batches", type=parse_integers, default=[1, 4])
+    p.add_argument("--n", type=parse_integers, default=list(SIZES), help="values fetched per head")
     p.add_argument("--device-layers", type=int, default=1, help="first layers that keep their values on the device")
     p.add_argument("--memory-gb", type=float, default=64, help="of the planned device, in GiB")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs and pieces, in GiB")
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(describe(name, model.config, model.params))
         for tokens in args.inputs:
             for batch in args.batches:
-                progress(f"{name}, input {tokens}, batch {batch}")
+                log_progress(f"{name}, input {tokens}, batch {batch}")
                 found.append({"model": name, **measure(model, args, tokens, batch)})
         jax.clear_caches()
     heads = ("model", "input", "batch", "full tok/s", *(f"N={n}" for n in args.n), "paper: N / full")
@@ -173,9 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """(ours, the paper's, the difference) for the table of all scripts."""
-    timed = [r for r in results["decode"] if "tokens_per_second" in r]
+    time_run = [r for r in results["decode"] if "tokens_per_second" in r]
     same = [r["fits"]["full"] == (r["paper"][0] is not None) for r in results["plans"]]
-    longest = max(timed, key=lambda r: (r["input"], r["batch"], r["model"] != "testbed"), default=None)
+    longest = max(time_run, key=lambda r: (r["input"], r["batch"], r["model"] != "testbed"), default=None)
     fits = f"plan agrees with the paper on the full cache in {sum(same)} of {len(same)} cells"
     if longest is None:
         return fits, "1.12x (N=128, 15k, batch 3)", "No cell was timed: all needed more memory than --limit-gb."

@@ -1,4 +1,4 @@
-"""The tables that ship with kvjax: `python -m experiments.tables.shipped [KIND ...]` makes them, all or some.
+"""The tables that ship with kvjax: `python -m experiments.tables.build [KIND ...]` makes them, all or some.
 
 Of every kind that is registered (`kvjax.cache.calibration.table_kinds`) examples for the layers of the battery, and a
 table for the shipped model, calibrated on the source code of Python's library, where a text can give one. For learned
@@ -30,9 +30,7 @@ REAL_CONTEXTS = 8
 # The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
 # divide among four devices.
 EXAMPLES = {
-    file: LayerSpec(
-        index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32)
-    )
+    file: LayerSpec(index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32))
     for file, kv_heads in (("example.safetensors", 2), ("example_devices.safetensors", 4))
 }
 

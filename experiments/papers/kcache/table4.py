@@ -1,6 +1,6 @@
 """KCache, Table 4: task by task, the full cache and KCache with N = 128 and one layer's values on the device.
 
-python -m experiments.papers.kcache_table4 [--model DIR] [--n 128] [--layers 1] [--tasks needle,copying,variables]
+python -m experiments.papers.kcache.table4 [--model DIR] [--n 128] [--layers 1] [--tasks needle,copying,variables]
 
 The paper's are the 27 subjects of BBH, LLaMA3-8B; ours the shipped model's tasks. For the subjects themselves a real
 checkpoint is needed: the command is printed.
@@ -13,9 +13,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
-from experiments.papers.kcache_table2 import commands, method
+from experiments.papers.kcache.table2 import commands, method
 from kvjax import KvjaxError
 from kvjax.testbed import tasks
 

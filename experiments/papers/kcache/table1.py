@@ -1,6 +1,6 @@
 """KCache, Table 1: operations, bytes and intensity of the parts of one layer's decode attention, counted three ways.
 
-python -m experiments.papers.kcache_table1 [--model llama-2-7b] [--batch 8] [--context 4096] [--n 128]
+python -m experiments.papers.kcache.table1 [--model llama-2-7b] [--batch 8] [--context 4096] [--n 128]
 
 Paper: its formulas, evaluated. Exact: every input read once, every output written once, all operations, grouped heads.
 XLA: the cost analysis of each part compiled alone. Shapes only: nothing is allocated, and no weights are needed.
@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.bench.common import machine, report, table
+from experiments.bench.measuring import machine, report, table
 from experiments.bench.shapes import SHAPES
 from experiments.papers import common
-from experiments.papers.specache_table1 import MODELS
+from experiments.papers.specache.table1 import MODELS
 from kvjax import Config, KvjaxError
 from kvjax.core import memory
 from kvjax.core.attention import mix, scores

@@ -1,6 +1,6 @@
 """KVCrush, Table III: KVCrush on the best eviction method against H2O, SnapKV and PyramidKV, at a quarter of the cache.
 
-python -m experiments.papers.kvcrush_table3 [--budget 256] [--tasks phrases,needle,copying,variables]
+python -m experiments.papers.kvcrush.table3 [--budget 256] [--tasks phrases,needle,copying,variables]
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report
+from experiments.bench.measuring import machine, report
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Found, arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, gained, quality, signature_note
-from experiments.papers.kvcrush_figure7 import BASES, known
+from experiments.papers.kvcrush.figure7 import BASES, known
 
 # Average of 15 LongBench tasks: Mistral-7B-Instruct-v0.2 and Llama-3-8B-Instruct, 2,048 tokens of 7,839 on average.
 COLUMNS = ("Mistral", "Llama-3")

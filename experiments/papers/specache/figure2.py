@@ -1,6 +1,6 @@
 """SpeCache, Figure 2: how much attention a few keys capture, and how long moving keys and values takes.
 
-python -m experiments.papers.specache_figure2 [--model DIR] [--percent 0.1,0.2,0.5,1,2,5,10,20] [--moves 1024,4096]
+python -m experiments.papers.specache.figure2 [--model DIR] [--percent 0.1,0.2,0.5,1,2,5,10,20] [--moves 1024,4096]
 
 Hit rate: the share of a query's exact attention that falls on k keys, over layers, query heads and late queries of
 held-out text and, for the shipped model, of contexts of --tasks. Top-k chooses anew for every query. Greedy eviction
@@ -23,8 +23,17 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.ours import Ours, random_loop
+from experiments.bench.decoders import random_loop
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    parse_integers,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from experiments.papers import common, questions
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
@@ -136,7 +145,7 @@ def movers(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], float
     todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
     for f, *xs in todo.values():
         jax.block_until_ready(f(*xs))
-    return {name: (lambda f=f, xs=xs: timed(f, *xs)) for name, (f, *xs) in todo.items()}
+    return {name: (lambda f=f, xs=xs: time_run(f, *xs)) for name, (f, *xs) in todo.items()}
 
 
 def moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
@@ -144,15 +153,15 @@ def moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
     memory.require_host_memory()
     found = []
     for tokens in args.moves:
-        progress(f"moving {tokens} tokens")
+        log_progress(f"moving {tokens} tokens")
         rows = max(round(tokens * args.fraction), 1)
         loop = random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
         loop.decode(args.steps)
 
-        def step(loop: Ours = loop) -> float:
+        def step(loop: KvjaxDecoder = loop) -> float:
             return loop.decode(args.steps) / args.steps
 
-        seconds = interleaved({**movers(model, tokens, rows), "step": step}, args.repeats)
+        seconds = time_in_turns({**movers(model, tokens, rows), "step": step}, args.repeats)
         c = model.config
         size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
         found.append({"tokens": tokens, "rows": rows, "bytes": size, **{k: summary(s) for k, s in seconds.items()}})
@@ -229,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--windows", type=int, default=4, help="windows of text")
     p.add_argument("--batch", type=int, default=2, help="rows at a time")
     p.add_argument("--queries", type=int, default=64, help="sampled in the last quarter, for top-k")
-    p.add_argument("--tokens", type=integers, dest="moves", default=[1024, 4096, 16384], help="contexts to move")
+    p.add_argument("--tokens", type=parse_integers, dest="moves", default=[1024, 4096, 16384], help="contexts to move")
     p.add_argument("--fraction", type=float, default=0.01, help="of the rows, for a run and scattered")
     p.add_argument("--steps", type=int, default=8, help="decode steps per turn")
     p.add_argument("--repeats", type=int, default=7, help="turns; the median counts")

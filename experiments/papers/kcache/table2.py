@@ -1,6 +1,6 @@
 """KCache, Table 2: quality by the number of fetched values N and of layers L that keep their values on the device.
 
-python -m experiments.papers.kcache_table2 [--model DIR] [--n 8,16,32,64,128] [--layers 0,1,2,3] [--tasks variables]
+python -m experiments.papers.kcache.table2 [--model DIR] [--n 8,16,32,64,128] [--layers 0,1,2,3] [--tasks variables]
 
 Few values are enough for the shipped model's tasks: an answer's symbol is in one or two places of the context. So N of
 8 and 16 stand beside the paper's 32, 64 and 128.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 
 MODELS = ("LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B", "Mistral")
@@ -63,8 +63,8 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = common.add_quality(common.parser(__doc__), group=False)
-    parser.add_argument("--n", type=integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
-    parser.add_argument("--layers", type=integers, default=[0, 1, 2, 3], help="first layers kept on the device")
+    parser.add_argument("--n", type=parse_integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
+    parser.add_argument("--layers", type=parse_integers, default=[0, 1, 2, 3], help="first layers kept on the device")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     chosen = {method(n, layers): (n, layers) for n in args.n for layers in args.layers}

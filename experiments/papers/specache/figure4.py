@@ -1,6 +1,6 @@
 """SpeCache, Figure 4: a needle in a haystack by depth and length, with the full cache, one bit, and one bit + SpeCache.
 
-python -m experiments.papers.specache_figure4 [--model DIR] [--lengths 512,2048] [--depths 5] [--contexts 8]
+python -m experiments.papers.specache.figure4 [--model DIR] [--lengths 512,2048] [--depths 5] [--contexts 8]
     [--methods "full; kivi:bits=1; specache:bits=1"] [--run DIR]
 
 The shipped model looks for 4 symbols in code and noise, another checkpoint for the paper's sentence in a text (--text,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.eval.page import charts
@@ -102,7 +102,7 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and prints; see the module's text."""
     p = add_run(common.parser(__doc__), METHODS)
-    p.add_argument("--lengths", type=integers, help="tokens (default: up to the model's positions, at most 8192)")
+    p.add_argument("--lengths", type=parse_integers, help="tokens (default: up to the model's positions, at most 8192)")
     p.add_argument("--depths", type=int, default=5, help="from the start to the end of the context")
     p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
     args = p.parse_args(argv)

@@ -1,6 +1,6 @@
 """SpeCache, Table 2: against InfLLM, StreamingLLM and H2O at a quarter and an eighth of the cache.
 
-python -m experiments.papers.specache_table2 [--length 2048]
+python -m experiments.papers.specache.table2 [--length 2048]
 
 The baselines divide their tokens as in the benchmark that the paper took them from (longctx_bench): H2O half heavy,
 half recent; InfLLM and StreamingLLM 2.1% first tokens, InfLLM 32.4% in blocks; both restrict attention in the prompt.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, machine, report
+from experiments.bench.measuring import machine, parse_integers, report
 from experiments.papers import common
 from experiments.papers.eviction import arguments, measure
 from experiments.papers.eviction_tables import EXPLAINED, Line, average, document, quality
@@ -93,7 +93,7 @@ def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, M
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--ratios", type=integers, default="4,8", help="so many times smaller than the context")
+    parser.add_argument("--ratios", type=parse_integers, default="4,8", help="so many times smaller than the context")
     parser.add_argument("--block", type=int, default=16, help="of InfLLM; 128 would not fit contexts this short")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
