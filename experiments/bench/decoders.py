@@ -1,9 +1,9 @@
-"""kvjax as a benchmark drives it: one decode loop, in slices that can be timed."""
+"""Decoders that the benchmarks compare: kvjax under one method, and transformers with the same weights."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from experiments.bench.measuring import time_in_turns
 from kvjax.eval.run.machine import cores, version
 from kvjax.generation.reuse.full_kv import of_arrays
 
@@ -22,7 +23,7 @@ class KvjaxDecoder:
         self.model, self.method = model, method
 
     def prefill(self, ids: np.ndarray, room: int = 0, chunk: int | None = None) -> float:
-        """Runs the prompts i32[B T], keeping space for `room` more tokens per row; returns seconds."""
+        """Runs the prompts i32[B T] with space for `room` more tokens per sequence; returns seconds."""
         start = time.perf_counter()
         context = kvjax.read(self.model, ids, self.method, room=room, chunk=chunk)
         jax.block_until_ready((context.last, context.cache))
@@ -31,22 +32,23 @@ class KvjaxDecoder:
         return seconds
 
     def begin(self, context: kvjax.Context, room: int) -> None:
-        """Starts decoding `room` tokens behind a context, which is used up; one more comes from its logits."""
+        """Starts a loop of `room` decode steps after a context, whose buffers the loop takes over."""
+        # One token more than steps: the first token comes from the context's logits.
         self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", use_up=True)
 
     def decode(self, steps: int) -> float:
-        """Decodes `steps` more tokens per row; returns seconds, compilation apart."""
+        """Decodes `steps` more tokens per sequence; returns seconds without compilation."""
         before = self.run.decode_seconds
         self.run.advance(self.tokens.shape[1] + steps)
         return self.run.decode_seconds - before
 
     def program(self) -> str:
-        """The optimised program of the decode loop."""
+        """The optimized HLO text of the decode loop."""
         return self.run.program()
 
     @property
     def cache(self) -> kvjax.Cache:
-        """What the loop holds now."""
+        """The cache of the loop at present."""
         return self.run.cache
 
     @property
@@ -56,7 +58,15 @@ class KvjaxDecoder:
 
 
 def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, tokens: int, room: int) -> KvjaxDecoder:
-    """A decode loop on `batch` rows of `tokens` random keys and values, with room for exactly so many more."""
+    """A decode loop on a cache of random keys and values, so that no prompt has to be run.
+
+    Args:
+      model: the model.
+      method: the method that compresses the keys and values.
+      batch: number of sequences.
+      tokens: length of each sequence.
+      room: decode steps that fit the cache.
+    """
     c = model.config
     shape = (batch, c.kv_heads, tokens, c.head_dim)
 
@@ -70,16 +80,31 @@ def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, toke
     return loop
 
 
-NEEDS = ("torch", "transformers")
+def time_decode_steps(
+    sides: Mapping[Any, Any], steps: int, repeats: int, probes: Mapping[str, Callable[[], float]] | None = None
+) -> dict[Any, list[float]]:
+    """Times decoders in turns, `steps` tokens a turn, and probes of the machine between the same turns.
+
+    Returns:
+      seconds per step of each decoder, and seconds of each probe, by name.
+    """
+    runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
+    return time_in_turns({**runs, **(probes or {})}, repeats)
 
 
 def missing_packages() -> str | None:
-    """The packages that the peer needs and that are not installed, or None."""
-    return ", ".join(p for p in NEEDS if version(p) is None) or None
+    """Names the packages of `TransformersDecoder` that are not installed; None if all are."""
+    return ", ".join(p for p in ("torch", "transformers") if version(p) is None) or None
+
+
+def missing_note() -> list[str]:
+    """The line below a table without transformers' column; none where the column is there."""
+    names = missing_packages()
+    return [f"transformers is left out: not installed: {names} (pip install 'kvjax[parity]')."] if names else []
 
 
 def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """kvjax parameters under transformers' names; its matrices are [out, in], heads flattened."""
+    """Yields kvjax's parameters under transformers' names; its matrices are [out, in], heads flattened."""
 
     def flat(x, rows):
         return np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)
@@ -87,10 +112,8 @@ def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndar
     D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
     yield "model.embed_tokens.weight", np.array(params["embedding"])
     yield "model.norm.weight", np.array(params["final_norm"]["scale"])
-    yield (
-        "lm_head.weight",
-        np.array(params["embedding"]) if config.tie_embeddings else flat(params["head"]["kernel"], D),
-    )
+    head = np.array(params["embedding"]) if config.tie_embeddings else flat(params["head"]["kernel"], D)
+    yield "lm_head.weight", head
     for i in range(config.layers):
         layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
         for name in ("q", "k", "v"):
@@ -103,7 +126,7 @@ def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndar
 
 
 class TransformersDecoder:
-    """Greedy decoding of a batch by transformers: our dtype and threads, sdpa attention (its fastest)."""
+    """Greedy decoding of a batch by transformers: its dynamic cache and sdpa attention, kvjax's dtype and threads."""
 
     def __init__(self, model: kvjax.Model):
         import torch
@@ -131,8 +154,8 @@ class TransformersDecoder:
         if c.tie_embeddings:
             self.module.tie_weights()
 
-    def prefill(self, ids: np.ndarray) -> float:
-        """Runs the prompts i32[B T] into a new cache; returns seconds."""
+    def prefill(self, ids: np.ndarray, room: int = 0) -> float:
+        """Runs the prompts i32[B T] into a new cache; returns seconds. The cache grows, so `room` has no effect."""
         import torch
         from transformers import DynamicCache
 
@@ -145,7 +168,7 @@ class TransformersDecoder:
         return time.perf_counter() - start
 
     def decode(self, steps: int) -> float:
-        """Decodes `steps` more tokens per row; returns seconds."""
+        """Decodes `steps` more tokens per sequence; returns seconds."""
         import torch
 
         start = time.perf_counter()

@@ -1,7 +1,8 @@
-"""What every benchmark shares: interleaved timing, the machine line, tables and the JSON document."""
+"""Timing in turns, the machine's best rates, tables, and the JSON document that every script prints last."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -16,11 +17,19 @@ from rich.table import Table
 
 from kvjax.eval.run.machine import machine, version
 
-PAUSE = 0.05  # seconds; idle threads of the library that ran last stop spinning before the next one is timed
+PAUSE_SECONDS = 0.05  # lets idle threads of the library that ran last stop spinning before the next run is timed
+
+Probes = tuple[int, dict[str, Callable[[], float]]]
+"""(bytes or operations of one run, by name the runs, each of which returns its seconds)."""
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help shows a module's docstring with its line breaks."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse_integers(text: str) -> list[int]:
-    """Comma-separated integers."""
+    """Parses comma-separated integers."""
     return [int(word) for word in text.split(",") if word.strip()]
 
 
@@ -32,24 +41,27 @@ def time_run(fun: Callable[..., Any], *args: Any) -> float:
 
 
 def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
-    """Runs all of them in turn, `repeats` times, every other round backwards; each returns its own seconds.
+    """Calls all runs in turn, `repeats` times, every other round backwards.
 
-    What else happens on the machine then falls on all of them alike.
+    Other work on the machine, and its slow drifts, then affect all runs alike.
+
+    Args:
+      runs: functions that return their own seconds, by name.
+      repeats: rounds.
+
+    Returns:
+      the seconds of each run, by name.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
         for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
-            time.sleep(PAUSE)
+            time.sleep(PAUSE_SECONDS)
             seconds[name].append(runs[name]())
     return seconds
 
 
-Probes = tuple[int, dict[str, Callable[[], float]]]
-"""How much one run of a probe reads or computes, and by name what runs it and returns its seconds."""
-
-
 def read_probes(megabytes: int = 512) -> Probes:
-    """(bytes, runs): a sum, and a matrix times a vector, over an array too large for the caches."""
+    """Probes of memory bandwidth: a sum, and a matrix times a vector, over an array too large for the caches."""
     x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
     v = jnp.ones((1024,), jnp.float32)
     total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
@@ -58,7 +70,7 @@ def read_probes(megabytes: int = 512) -> Probes:
 
 
 def product_probes(n: int = 2048) -> Probes:
-    """(operations, runs): a product of two n x n matrices, in JAX and, when installed, in torch."""
+    """Probes of float32 operations: a product of two n x n matrices, in JAX and, when installed, in torch."""
     x = jnp.ones((n, n), jnp.float32)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
@@ -77,7 +89,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table for people; None is shown as a dash."""
+    """A table for the terminal; None is shown as a dash."""
     t = Table(title=title, title_justify="left")
     for name in columns:
         t.add_column(name, justify="right", no_wrap=True)
@@ -87,12 +99,20 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def log_progress(text: str) -> None:
-    """Says on stderr what is being measured now."""
+    """Prints the present step of a measurement to stderr."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Sequence[str], results: Any) -> None:
-    """Prints machine, tables and notes for people, then the same numbers as one JSON document on the last line."""
+    """Prints machine, tables and notes, then the same numbers as one JSON document on the last line.
+
+    Args:
+      name: of the script, in the document.
+      before: `machine()` before the measurement; its load stands next to the load afterwards.
+      tables: for the terminal.
+      notes: lines below the tables.
+      results: what the document holds, JSON-serializable.
+    """
     after = machine()
     console = Console(width=max(Console().width, 180), highlight=False)
     load = f"load {before['load']} before, {after['load']} after"

@@ -51,7 +51,7 @@ def last_line(capsys) -> dict:
 
 
 def test_sides_take_turns_and_every_other_round_is_reversed(monkeypatch):
-    monkeypatch.setattr(measuring, "PAUSE", 0.0)
+    monkeypatch.setattr(measuring, "PAUSE_SECONDS", 0.0)
     order = []
     runs = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "abc"}
     seconds = measuring.time_in_turns(runs, 2)
@@ -148,13 +148,14 @@ def test_decode_stops_when_the_sides_differ():
         def __init__(self, *tokens):
             self.tokens = np.array([tokens])
 
-    decode.same_tokens(Side(1, 2), Side(1, 2))
+    decode.check_same_tokens(Side(1, 2), Side(1, 2))
     with pytest.raises(AssertionError, match=r"kvjax \[\[1, 2\]\], transformers \[\[1, 3\]\]"):
-        decode.same_tokens(Side(1, 2), Side(1, 3))
+        decode.check_same_tokens(Side(1, 2), Side(1, 3))
 
 
 def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
     monkeypatch.setattr(decode, "missing_packages", lambda: "torch")
+    monkeypatch.setattr(decoders, "missing_packages", lambda: "torch")
     arguments = "--models toy --contexts 8 --batches 1,2 --steps 1 --repeats 1 --read-megabytes 1"
     decode.main(arguments.split())
     out = capsys.readouterr().out
@@ -189,7 +190,7 @@ def test_all_programs_of_a_product_read_the_same_weights(capsys):
     rng = np.random.default_rng(0)
     x, a, b = (rng.normal(size=s).astype(np.float32) for s in ((4, 8), (8, 16), (16, 8)))
     for multiply, _ in products.PROGRAMS.values():
-        np.testing.assert_allclose(products.through(x, [a, b], multiply), x @ a @ b, rtol=1e-4)
+        np.testing.assert_allclose(products.multiply_all(x, [a, b], multiply), x @ a @ b, rtol=1e-4)
 
 
 def test_prefill_measures_operations_per_second(toy_shapes, capsys):
@@ -205,14 +206,14 @@ def test_prefill_measures_operations_per_second(toy_shapes, capsys):
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_very_long_prompt_reports_its_peak(toy, tmp_path, chunk):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    r = prefill.long_prompt(str(tmp_path / "toy"), 96, chunk)
+    r = prefill.run_long_prompt(str(tmp_path / "toy"), 96, chunk)
     assert 2**20 < r["before"] <= r["peak"] < 2**40
     assert r["s_by_s"] == 4 * 4 * 96 * 96
     assert r["state"]["device"] > 2 * 3 * 2 * 8 * 96 * 4
 
 
 def test_rows_are_written_and_recalled_on_the_host():
-    rows = host.Rows(megabytes=1, n=4, steps=3)
+    rows = host.HostBuffer(megabytes=1, n=4, steps=3)
     assert rows.seconds() > 0
     assert rows.buf.host and rows.buf.data.nbytes == 2**20
     held = np.asarray(rows.buf.data).view(np.float32)
@@ -271,7 +272,7 @@ def test_a_tied_head_reaches_the_peer_as_the_embedding():
 
 def test_memory_of_each_stage_is_told(toy, tmp_path):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    found = process.alone(memory.used, str(tmp_path / "toy"), "bfloat16", 20)
+    found = process.run_in_process(memory.measure_peaks, str(tmp_path / "toy"), "bfloat16", 20)
     assert found["before"] <= found["loaded"] <= found["read"] <= found["decoded"] < 2**40
     assert found["weights"] == sum(x.size for x in jax.tree.leaves(toy.params)) * 2
     # Keys and values of 20 tokens and room for 16 more, in pages of 16.
@@ -282,9 +283,9 @@ def test_memory_of_each_stage_is_told(toy, tmp_path):
 def test_the_peak_of_a_new_process_is_its_own():
     held = np.ones(2**27, np.uint8)
     here = process.peak_bytes()
-    assert held.nbytes < here and process.alone(process.peak_bytes) < here
+    assert held.nbytes < here and process.run_in_process(process.peak_bytes) < here
 
 
 def test_a_process_of_its_own_that_fails_ends_the_run():
-    with pytest.raises(SystemExit, match="the process that ran used ended with status 1"):
-        process.alone(memory.used, "/nowhere", "float32", 20)
+    with pytest.raises(SystemExit, match="the process that ran measure_peaks ended with status 1"):
+        process.run_in_process(memory.measure_peaks, "/nowhere", "float32", 20)
