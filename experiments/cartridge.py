@@ -24,7 +24,7 @@ import optax
 
 import kvjax
 from experiments.answers import HEADROOM, Questions, compress, draw, extend_each, measure, pack
-from experiments.bench.measuring import log_progress, machine, report, table
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
 from kvjax import Model, functional
 from kvjax.cache.protocol import Cache
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def listed(text: str) -> tuple[str, ...]:
         return tuple(map(str.strip, text.split(";")))
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
@@ -223,4 +223,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -35,8 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, parse_integers
-from experiments.papers.common import run
+from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.ranking import Counted
@@ -453,7 +453,7 @@ def sum_up(model: Model, settings: Sequence[Setting], args: argparse.Namespace) 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(__doc__)
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--settings", type=Path, default=SETTINGS)
     p.add_argument("--shares", default="1/4,1/8,1/2,1/16", help="of the exact cache's bytes")
@@ -484,4 +484,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

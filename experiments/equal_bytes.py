@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, parse_integers
-from experiments.papers.common import run
+from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
@@ -202,7 +202,7 @@ def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(__doc__)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
     p.add_argument("--settings", type=Path, default=FAMILIES, help="what is compared (default: equal_bytes.toml)")
@@ -236,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

@@ -25,7 +25,7 @@ from jax import lax
 
 import kvjax
 from experiments.answers import HEADROOM, Questions, answer_nats, compress, draw, extend_each, measure, pack
-from experiments.bench.measuring import log_progress, machine, report, table
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
 from kvjax import Config, Model, functional
 from kvjax.cache.protocol import Cache
@@ -177,7 +177,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
     parser.add_argument("--budget", type=int, default=64, help="tokens that a head keeps")
@@ -206,4 +206,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -196,7 +196,7 @@ def rows_of(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.model_parser(__doc__)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="tokens that follow")
     parser.add_argument("--budgets", type=shares_of, default="1/32,1/16,1/8,1/4,1/2", help="shares of the tokens")
@@ -216,4 +216,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

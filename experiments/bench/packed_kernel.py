@@ -88,7 +88,7 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
 
 
 def compile_turn(attend: Callable, num_rounds: int) -> Callable:
-    """A jitted pass over all layers, `num_rounds` times; each layer's output changes the next query, as in a decoder."""
+    """Jits `num_rounds` passes over all layers; each output changes the next query, as in a decoder."""
 
     def run(q, layers):
         def run_layers(_, q):

@@ -192,7 +192,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
             evicted({"FullKV": (None, 0.9), "S": (None, 0.5), "KVCrush* (S)": ("S", 0.6)}),
             "adds +10.0",
         ),
-        ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best shares"),
+        ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best fractions"),
         ("kvcrush_figure6", {"latency": LATENCY}, "cheaper of the two here too"),
         ("kvcrush_figure7", evicted(CRUSHED), "unseen: 1 of 2 pairs gain"),
         ("kvcrush_figure8", evicted({"full": (None, 0.9), "paged H2O, 8 pages": ("full", 0.5)}), "8 pages -40.0"),

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from experiments.papers import eviction_curves
-from experiments.papers.eviction import Found, Outcome
+from experiments.papers.eviction import Measurements, Outcome
 from experiments.papers.specache import figure2 as specache_figure2
 from experiments.papers.specache import figure5 as specache_figure5
 from experiments.testbed import plot
@@ -59,7 +59,7 @@ def test_right_answers_by_rows_fetched_are_percents(tasks):
 
 
 def test_right_answers_by_budget_are_percents(figures, tmp_path):
-    every, found = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Found()
+    every, found = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Measurements()
     for method in ("full", *(line.method for c in every for line in c.lines)):
         for when in ("first", "later", "unseen"):
             right = np.array([[1.0, 1.0], [1.0, 0.0 if method == "full" else 1.0]])
