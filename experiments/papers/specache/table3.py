@@ -3,7 +3,7 @@
 python -m experiments.papers.specache.table3 [--memory-gb 48] [--measure small] [--batch 4] [--contexts 2048,8192,32768]
 
 The batch follows from bytes alone: weights, caches by shape evaluation, and the arrays of a step. Throughput is
-measured on a GPU, or for a model of `experiments/bench/shapes.py` named by --measure, with random weights, keys and values.
+measured on a GPU, or for a model of `experiments/bench/shapes.py` named by --measure, with random weights and caches.
 """
 
 from __future__ import annotations
