@@ -1,9 +1,9 @@
-"""The tables that ship with kvjax: `python -m experiments.tables.build [KIND ...]` makes them, all or some.
+"""Makes the calibrated tables that ship with kvjax: `python -m experiments.tables.build [KIND ...]`, all or some.
 
-Of every kind that is registered (`kvjax.cache.calibration.table_kinds`) examples for the layers of the battery, and a
-table for the shipped model, calibrated on the source code of Python's library, where a text can give one. For learned
-ones it is random numbers too: the format, and nothing to measure. Kinds in `REAL` also ship for the models that Python
-packages bring, where these are installed.
+Every registered kind (`kvjax.cache.calibration.table_kinds`) ships with examples for the layers of the tests, and with
+a table for the shipped model, calibrated on the source code of Python's library. Tables of learned kinds are random
+numbers: examples of the format, without quality. Kinds in `REAL_MODELS` also ship with tables for models from Python
+packages, where these are installed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 
-CONTEXT, CONTEXTS = 1024, 16
-REAL = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
-REAL_CONTEXTS = 8
+CONTEXT_TOKENS, NUM_CONTEXTS = 1024, 16
+REAL_MODELS = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
+NUM_REAL_CONTEXTS = 8
 # The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
 # divide among four devices.
 EXAMPLES = {
@@ -35,56 +35,57 @@ EXAMPLES = {
 }
 
 
-def learned(kind: Kind) -> bool:
-    """Whether no text gives a table of this kind."""
+def is_learned(kind: Kind) -> bool:
+    """Whether a table of this kind comes from training and not from a text."""
     return type(kind).count is Kind.count and not kind.measured_by
 
 
-def write(name: str) -> None:
-    """All tables of a kind."""
+def write_kind(name: str) -> None:
+    """Writes all tables of a kind."""
     kind, folder = KINDS[name], FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
-    said = "random numbers: an example of the format"
+    source = "random numbers: an example of the format"
     for file, spec in EXAMPLES.items():
-        table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], said)
+        table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], source)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
-    if learned(kind):
+    if is_learned(kind):
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
-        layers = arrays(model, name, corpus.load("train").windows(CONTEXT)[:CONTEXTS], rows=4)
-        read = f"{CONTEXT * CONTEXTS} tokens of the source code it was trained on"
+        layers = arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
+        text = f"{CONTEXT_TOKENS * NUM_CONTEXTS} tokens of the source code it was trained on"
         if kind.documents(model.config.vocab_size, model.config.max_positions) is not None:
-            read = "documents of its own"
-        said = f"kvjax calibrate {name} testbed, {read}"
-    table_file.write(folder / "testbed.safetensors", name, all_specs[0], layers, said)
-    for real in REAL.get(name, ()):
+            text = "documents of its own"
+        source = f"kvjax calibrate {name} testbed, {text}"
+    table_file.write(folder / "testbed.safetensors", name, all_specs[0], layers, source)
+    for real in REAL_MODELS.get(name, ()):
         write_real(name, real)
 
 
-def source_code(texts: int, characters: int) -> list[str]:
-    """So many texts from places all over the source code of Python's library."""
+def source_code(num_texts: int, characters: int) -> list[str]:
+    """Texts from places all over the source code of Python's library."""
     tokens = corpus.load("train").tokens
     code = np.where(tokens == END, ord("\n"), tokens).astype(np.uint8)
-    starts = range(0, texts * (len(code) // texts), len(code) // texts)
+    stride = len(code) // num_texts
+    starts = range(0, num_texts * stride, stride)
     return [code[start : start + characters].tobytes().decode(errors="replace") for start in starts]
 
 
 def write_real(name: str, model_name: str) -> None:
-    """A kind's table for a model that a package brings; nothing where it is not installed."""
+    """Writes a kind's table for a model from a Python package; does nothing if that is not installed."""
     try:
         model = kvjax.load(model_name)
     except kvjax.KvjaxError as e:
         print(f"no table of {name} for {model_name}: {e}")
         return
-    texts = source_code(REAL_CONTEXTS, 16 * CONTEXT)
-    layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
-    read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
-    said = f"kvjax calibrate {name} {model_name}, {read}"
-    table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
+    texts = source_code(NUM_REAL_CONTEXTS, 16 * CONTEXT_TOKENS)
+    layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
+    read = f"{NUM_REAL_CONTEXTS} x {CONTEXT_TOKENS} tokens of the source code of Python's library"
+    source = f"kvjax calibrate {name} {model_name}, {read}"
+    table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, source)
 
 
 if __name__ == "__main__":
     load_all()
     for kind in sys.argv[1:] or sorted(KINDS):
-        write(kind)
+        write_kind(kind)

@@ -79,7 +79,7 @@ def test_the_curve_of_a_training_names_its_scales(figures, tmp_path):
     numbers = {f"loss/{kind}": 2.0 for kind in KINDS} | {f"hits/{kind}": 0.99 for kind in KINDS}
     steps = [{"step": i, "length": (256, 1024)[i // 50]} | numbers | {"hits/text": i / 99} for i in range(100)]
     log.write_text("\n".join(map(json.dumps, steps)))
-    plot.curve(log, tmp_path / "curve.png")
+    plot.draw_curve(log, tmp_path / "curve.png")
     loss, hits, length = figures[0].axes
     check_percents(hits.yaxis, 100)
     assert [text for _, text in ticks(length.yaxis)] == ["256", "1,024"]

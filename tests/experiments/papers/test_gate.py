@@ -36,9 +36,7 @@ def loss(model, asked):
 
     def value(weights, params):
         copy = dataclasses.replace(model, params=params)
-        return gate.loss(
-            weights, copy, plan, asked, budget=BUDGET, sharpness=jnp.float32(2.0), key=jax.random.key(3)
-        )
+        return gate.loss(weights, copy, plan, asked, budget=BUDGET, sharpness=jnp.float32(2.0), key=jax.random.key(3))
 
     return jax.jit(jax.value_and_grad(value, (0, 1)))
 

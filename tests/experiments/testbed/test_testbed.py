@@ -149,7 +149,7 @@ def test_batches_are_a_function_of_their_generator(length):
 
 def test_repeats_weigh_only_what_the_past_determines():
     for seed in range(8):
-        tokens, target = batches.repeats(np.random.default_rng(seed), 128)
+        tokens, target = batches.make_repeats(np.random.default_rng(seed), 128)
         first = int(np.argmax(target))
         period = next(
             p for p in range(1, first + 1) if np.array_equal(tokens[first:], tokens[first - p : len(tokens) - p])
