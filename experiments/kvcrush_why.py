@@ -26,14 +26,14 @@ from kvjax import KvjaxError, Model
 from kvjax.cache.eviction.granularity import Token, evictable_mask, group_into_units, split_prompt
 from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
@@ -50,7 +50,7 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
+def layered(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
@@ -73,7 +73,7 @@ def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     """f32[B K T]: the mean attention of the queries length..end-1 to the tokens before them but the first."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))
-    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), NEG))
+    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), MASKED_LOGIT))
     mass = (p / total[..., None]).mean((2, 3))[:, :, :length]
     return mass.at[:, :, 0].set(0.0)
 

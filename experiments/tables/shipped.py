@@ -8,7 +8,6 @@ packages bring, where these are installed.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import numpy as np
@@ -17,20 +16,22 @@ import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import SHIPPED_TABLES
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind
+from kvjax.cache.protocol import LayerSpec
 from kvjax.calibrate import arrays
+from kvjax.core.rope import Rope
 from kvjax.engine.plan import specs
 from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
-from tests.contract import layer
 
 CONTEXT, CONTEXTS = 1024, 16
 REAL = {"head_shares": ("smollm2-135m", "qwen2.5-coder-0.5b")}
 REAL_CONTEXTS = 8
+# The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
+# divide among four devices.
 EXAMPLES = {
-    "example.safetensors": layer.spec(),
-    # of tests/contract/test_devices.py
-    "example_devices.safetensors": dataclasses.replace(layer.spec(), num_kv_heads=4),
+    file: LayerSpec(index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32))
+    for file, kv_heads in (("example.safetensors", 2), ("example_devices.safetensors", 4))
 }
 
 

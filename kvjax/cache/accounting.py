@@ -85,7 +85,7 @@ def array_bytes(tree: Any) -> dict[str, int]:
     """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
     total: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
     for x in jax.tree.leaves(tree):
-        total[memory.kind(x)] += x.size * x.dtype.itemsize
+        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
     return total
 
 
@@ -176,5 +176,5 @@ def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int
     for x in jax.tree.leaves(store):
         if x.shape[2:3] == (slots,):
             per_slot = x.size * x.dtype.itemsize / (len(used) * slots)
-            total[memory.kind(x)] += sum(int(per_slot * (slots - count)) for count in used)
+            total[memory.memory_kind(x)] += sum(int(per_slot * (slots - count)) for count in used)
     return total

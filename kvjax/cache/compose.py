@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 
 
 def compose(a: KVMethod, b: KVMethod) -> Method:
@@ -17,7 +17,8 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
     A codec and a placement combine: `Host(Plain())` and a codec `x` on the device make `Host(x)`.
 
     Raises:
-      IncompatibleMethod: where both define the same component differently (`SlotTaken`), or one is no `kvjax.Method`.
+      IncompatibleMethod: where both define the same component differently (`ComponentConflict`), or one is no
+        `kvjax.Method`.
     """
     for x, y in ((a, b), (b, a)):
         if not isinstance(x, Method):
@@ -41,7 +42,7 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
             is_taken = x not in (empty, y) and y != empty
             merged[field.name] = y if x == empty else x
         if is_taken:
-            raise SlotTaken(
+            raise ComponentConflict(
                 field.name,
                 f"{_name(a)} and {_name(b)} both fill the slot `{field.name}`: {x} and {y}; "
                 "leave one of them out, or set the slot with dataclasses.replace",

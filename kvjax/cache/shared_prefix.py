@@ -25,10 +25,10 @@ from kvjax.cache.protocol import (
     StepResult,
     Traits,
 )
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.state import concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import NEG, attend_dense, combine, merge
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -109,7 +109,7 @@ class SharedPrefixLayer:
             return attend_dense(q, block, q_pos, self.spec.window)
 
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
-        out = merge([part, by_query_blocks(attend, q, q_pos, 128)])
+        out = merge([part, map_query_blocks(attend, q, q_pos, 128)])
         return out, SharedPrefixState(prefix, self.own.prefill(block, observation, num_slots), before, members)
 
     def extend(self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
@@ -160,7 +160,7 @@ class SharedPrefixLayer:
             sequence = jnp.where(members >= 0, members, B)
             return jnp.full((B, *x.shape[2:]), fill, x.dtype).at[sequence].set(x, mode="drop")
 
-        return Partial(*(scatter(x, fill) for x, fill in zip(part, (0.0, NEG, 0.0), strict=True)))
+        return Partial(*(scatter(x, fill) for x, fill in zip(part, (0.0, MASKED_LOGIT, 0.0), strict=True)))
 
     def positions(self, state: SharedPrefixState) -> Array:
         """i32[B 1|K S]: those of the prefix, then those of the sequence's own tokens."""

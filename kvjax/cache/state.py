@@ -116,8 +116,8 @@ class StateOperations:
                     "(`kvjax.generation.reuse.full_kv`)"
                 )
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
-        appended = self._append(memory.each(memory.to_device, state), block.clean())
-        return memory.each(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
+        appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
+        return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """`ShareableLayer.partial`: over all slots and the side store."""
@@ -215,7 +215,7 @@ def take_sequences(layer: BoundLayer | None, state: Any, which: Array | np.ndarr
     """Takes the sequences which i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
         return layer.take_sequences(state, which)
-    return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
+    return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)
 
 
 def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
@@ -228,4 +228,4 @@ def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
             raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per row")
         return jnp.concatenate(xs)
 
-    return jax.tree.map(lambda *xs: memory.rearranged(concat, *xs) if xs[0].ndim else xs[0], *states)
+    return jax.tree.map(lambda *xs: memory.apply_on_device(concat, *xs) if xs[0].ndim else xs[0], *states)

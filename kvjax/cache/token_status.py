@@ -43,7 +43,7 @@ def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
         # A layer does not tell which numbers it reads from the host. An error that changes when all of host memory is
         # blank was measured on numbers from there.
         if any(memory.is_host(x) for x in jax.tree.leaves(state)):
-            blank_errors = layer.reconstruction_error(memory.each(_blank_if_host, state), exact)
+            blank_errors = layer.reconstruction_error(memory.map_buffers(_blank_if_host, state), exact)
         on_host = tuple((a != b) & ~jnp.isnan(a) for a, b in zip(errors, blank_errors, strict=True))
 
     def by_position(x: Array) -> Array:

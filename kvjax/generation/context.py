@@ -16,7 +16,7 @@ from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, chosen_sampling
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import calls, checks
 from kvjax.generation.cache_ops import edit, extend_prefix, save, sequences
@@ -117,7 +117,7 @@ class Context:
         arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         return start_decoding(
             self.model,
             self.last,
@@ -148,7 +148,7 @@ class Context:
         use_up: bool = False,
     ) -> Result:
         """What comes next in each row; options as in `start`."""
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         begun = self.start(
             max_new_tokens=max_new_tokens,
             sampling=params,
@@ -177,7 +177,7 @@ class Context:
         use_up: bool = False,
     ) -> Iterator[list[int | None]]:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         begun = self.start(
             max_new_tokens=max_new_tokens,
             sampling=params,
@@ -212,7 +212,7 @@ class Context:
         as the rows of a batch would.
         """
         ids = token_ids(self.model, questions)
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         options: _Options = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
@@ -296,7 +296,7 @@ class Context:
         own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
         own = own if method is None else method_of(method)
         behind = SharedPrefixMethod(self.method, own)
-        last, cache = extend_prefix.read_behind(self.model, self.cache, behind, ids, of, room, timer)
+        last, cache = extend_prefix.read_after_prefix(self.model, self.cache, behind, ids, of, room, timer)
         return Context(self.model, cache, last, behind, timer.run_seconds)
 
     def _before_feeding(self, cache: Cache) -> Context:

@@ -93,7 +93,7 @@ class Codewords(Index):
 
 
 @dataclasses.dataclass(frozen=True)
-class FarAway(Retrieve):
+class WindowedRopeRetrieval(Retrieve):
     """Retrieval by bare keys and queries as if all tokens were `distance` before the query: windowed RoPE."""
 
     distance: int = 2048
@@ -103,7 +103,7 @@ class FarAway(Retrieve):
         return self.index.fit(
             _bare(block, spec),
             observation._replace(
-                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_sums=None
+                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_lse=None
             ),
         )
 
@@ -116,7 +116,7 @@ class FarAway(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         asking = self._far(q, q_pos, layer.spec)
@@ -179,5 +179,5 @@ def a2ats(
     paper's. A prompt attends exactly.
     """
     check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
-    read = FarAway(Codewords(words, rounds), topk, sinks, recent, distance=distance)
+    read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

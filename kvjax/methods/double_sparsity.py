@@ -112,7 +112,7 @@ class Calibrated(Retrieve):
         assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         return self.index.in_order(
-            over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
+            over_heads.local_part(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
         )
 
 

@@ -13,11 +13,11 @@ from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.low_rank import Fitted
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
@@ -121,14 +121,14 @@ class Shadow(SideStore):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             seen = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(seen, scores(q, landmarks), NEG))
+            p, _, l = weights(jnp.where(seen, scores(q, landmarks), MASKED_LOGIT))
             share = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             best, chunk = lax.top_k(jnp.where(seen, share, -1.0), min(self.budget // self.chunk, share.shape[4]))
             within = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + within, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return by_query_blocks(attend, q, q_pos, 16)
+        return map_query_blocks(attend, q, q_pos, 16)
 
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos

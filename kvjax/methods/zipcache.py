@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.codecs.separable import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.method import Method
@@ -121,5 +121,5 @@ def zipcache(
     them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
     exact.
     """
-    tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokenwise(low))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.codecs.separable import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -107,6 +107,6 @@ def zipvl(
     the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
     is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
     """
-    keys, values = Channels(low), SeparableTokens(low)
+    keys, values = Channels(low), SeparableTokenwise(low)
     tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))

@@ -82,7 +82,7 @@ def tokens(block: KVBlock, b: int) -> list[list[int]]:
     return out
 
 
-CASES = [  # scorer, sliding window; tests/cache/test_scorers.py compares the scores themselves
+CASES = [  # scorer, sliding window; tests/cache/eviction/test_scorers.py compares the scores themselves
     (WindowAttention(W, 5), 9),
     (WindowAttention(W, 3, pool="max", reduce_first=True), None),
     (AccumulatedAttention("visible", decay=0.8), 9),

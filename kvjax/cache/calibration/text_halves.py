@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -40,9 +40,9 @@ def max_logits(
 
     def add(largest: Array, block_of_queries: tuple[Array, Array]) -> tuple[Array, None]:
         q, pos = block_of_queries
-        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), NEG)
+        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), MASKED_LOGIT)
         return jnp.maximum(largest, logits.max((2, 3))), None
 
     size = min(queries_at_once, observation.pos.shape[1])
     queries = cut(observation.q, 3, size), cut(jnp.where(asking, observation.pos, -1), 1, size, -1)
-    return lax.scan(add, vary(jnp.full(block.k.shape[:3], NEG)), queries)[0]
+    return lax.scan(add, vary(jnp.full(block.k.shape[:3], MASKED_LOGIT)), queries)[0]

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import window_query_mask
 from kvjax.core import attention, memory
@@ -26,7 +26,7 @@ class Few:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thin(KeysByPrompt):
+class ChannelPruner(PromptAdaptiveKeys):
     """Each head drops the `share` of its key channels, rounded down, that score lowest (ThinK, 2407.21018, section 3).
 
     A channel's score is the mean square of it in a row's last `num_queries` queries, over the query heads too, times
@@ -65,7 +65,7 @@ class Thin(KeysByPrompt):
         return dataclasses.replace(stored, rows=memory.append(stored.rows, _picked(x, stored.channels), at))
 
     def gather(self, stored: Few, idx: Array) -> Array:
-        return self._widened(memory.rows(stored.rows, idx), stored)
+        return self._widened(memory.gather_tokens(stored.rows, idx), stored)
 
     def scores(self, q: Array, stored: Few) -> Array:
         """Of a query, the same channels."""

@@ -95,7 +95,7 @@ class HeadBudgets:
         # Heads compete across devices, so every device divides the budget of all heads and takes its own part.
         local_heads = scores.shape[1]
         all_heads = self.allocate(over_heads.gather(scores), allowed, num_units, num_always)
-        return lax.dynamic_slice_in_dim(all_heads, over_heads.first(local_heads), local_heads, 1)
+        return lax.dynamic_slice_in_dim(all_heads, over_heads.first_head(local_heads), local_heads, 1)
 
 
 def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:

@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.core import memory
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock
 
@@ -69,6 +69,6 @@ def _mixed(rows: Array, slot: Array, by: Convolution) -> Array:
         heads, by.weight, (1,), [(edge, edge)], dimension_numbers=axes, precision=lax.Precision.HIGHEST
     )
     logits = jax.nn.relu(logits + by.bias[None, :, None]).reshape(B, K, -1, T)
-    p, _, l = weights(jnp.where(real[:, :, None], logits, NEG))
+    p, _, l = weights(jnp.where(real[:, :, None], logits, MASKED_LOGIT))
     mixed = jnp.einsum("bkmt,bktw->bkmw", p, x, precision=lax.Precision.HIGHEST)
     return mixed / jnp.maximum(l, 1e-30)[..., None]

@@ -19,7 +19,7 @@ from kvjax.cache.eviction.merging import evicted_mask
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
@@ -30,7 +30,7 @@ RATE = 3e-3  # of learning, in calibration
 
 @register_table_kind("lococo")
 @dataclasses.dataclass(frozen=True)
-class Convolutions(TableKind):
+class ConvolutionTable(TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
     Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
@@ -69,7 +69,7 @@ class Convolutions(TableKind):
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = halved(KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
         if not evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise KvjaxError(
@@ -102,7 +102,7 @@ class Texts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
+def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     """Texts with all of their queries [B K G T H], of whose earlier halves so many tokens are kept."""
     pos = block.pos[:, 0]
     first, asking = split_halves(block, Observation(q, pos))
@@ -115,13 +115,13 @@ def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     q_pos = jnp.where(asking, pos, -1)
 
     def read(part: KVBlock) -> Partial:
-        return by_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
+        return map_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
 
     later = read(own)
     return Texts(earlier, choice, q, q_pos, later, merge([read(earlier), later]))
 
 
-def missed(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
+def relative_error(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
     """How far the queries' outputs are from those over all tokens, as a share of their squares."""
     kept = gather_tokens(texts.earlier, texts.choice.slots)
     kept = convolved(texts.earlier, kept, texts.choice, by, slots, 0)
@@ -144,7 +144,7 @@ def fitted(start: Convolution, texts: Texts, slots: int, window: int | None, ste
 def _step(
     by: Convolution, mean: Convolution, square: Convolution, count: Array, texts: Texts, slots: int, window: int | None
 ) -> tuple[Convolution, Convolution, Convolution]:
-    slope = jax.grad(missed)(by, texts, slots, window)
+    slope = jax.grad(relative_error)(by, texts, slots, window)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, slope)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, slope)
     first, second = RATE / (1 - 0.9**count), 1 / (1 - 0.999**count)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
@@ -65,7 +65,7 @@ class ModelRanking(LayerBudgets):
         if not self.normalise:
             return candidates
         # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
-        is_scored = candidates.scores > NEG
+        is_scored = candidates.scores > MASKED_LOGIT
         head_sums = jnp.where(is_scored, jnp.abs(candidates.scores), 0.0).sum(-1, keepdims=True)
         scaled = candidates.scores / jnp.maximum(over_heads.sum(head_sums), 1e-30)
         return candidates._replace(scores=jnp.where(is_scored, scaled, candidates.scores))
@@ -160,5 +160,5 @@ class MeasuredHeadTokens(HeadBudgets):
 
     def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         local_heads = scores.shape[1]
-        index = over_heads.first(local_heads) + jnp.arange(local_heads, dtype=jnp.int32)
+        index = over_heads.first_head(local_heads) + jnp.arange(local_heads, dtype=jnp.int32)
         return jnp.take(self.tokens, index, axis=1) // self.size - num_always[:, None]

@@ -13,9 +13,9 @@ from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.side_store.base import SideStore
-from kvjax.core.attention import NEG, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
@@ -85,10 +85,10 @@ class Tiers(SideStore):
             s = self.k.scores(q, keys)
             if store.bias is not None:
                 s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, 512)
 
     def positions(self, store: Low) -> Array:
         return store.pos
