@@ -35,7 +35,7 @@ def max_logits(
       queries_at_once: size of the blocks of queries, which bounds memory.
 
     Returns:
-      f32[B K S], over all query heads of a key/value head; NEG where no such query sees the slot.
+      f32[B K S], over all query heads of a key/value head; MASKED_LOGIT where no such query sees the slot.
     """
 
     def add(largest: Array, block_of_queries: tuple[Array, Array]) -> tuple[Array, None]:

@@ -102,4 +102,4 @@ def check_head_fractions(**fractions: float) -> None:
     """Raises KvjaxError unless every fraction of heads lies in [0, 1]."""
     for name, fraction in fractions.items():
         if not 0 <= fraction <= 1:
-            raise KvjaxError(f"{name} is a share of the model's heads, from 0 to 1, and got {fraction}")
+            raise KvjaxError(f"{name} is a fraction of the model's heads, from 0 to 1, and got {fraction}")
