@@ -2,7 +2,7 @@
 
 python -m experiments.bench.packed [--bits 2] [--context 32768] [--batches 1,8]
 
-Sides: "kernel", kvjax.kernels.packed.attend (on a GPU only); "dequantised", its reference, which unpacks everything;
+Sides: "kernel", packed_attention.attend (on a GPU only); "dequantised", its reference, which unpacks everything;
 "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla", jax.nn.dot_product_attention on
 them, where it supports the shapes. All agree, or the run stops. A turn goes several times over as many layers as it
 takes to read more than caches hold; seconds are per layer. GB/s counts what a side must read; its share is of the
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
 from experiments.bench.probes import read_probes
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.kernels import packed
+from kvjax.core.kernels import packed_attention as packed
 from kvjax.core.types import KVBlock
 
 K, G, H, GROUP = 8, 4, 128, 64  # key/value heads, query heads of each, channels, numbers that share a scale
@@ -41,13 +41,13 @@ def layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
     """Random codes of numbers between about -1 and 1, and what they stand for in bfloat16."""
     keys = iter(jax.random.split(key, 6))
 
-    def codes(*scales: int) -> packed.Codes:
+    def codes(*scales: int) -> packed.PackedCodes:
         words = jax.random.bits(next(keys), (B, K, S * bits // 32, H), jnp.uint32)
         scale, lo = (jax.random.uniform(next(keys), (B, K, *scales), minval=0.5) for _ in "ab")
-        return packed.Codes(words, (scale * 2 / (2**bits - 1)).astype(jnp.bfloat16), (-lo).astype(jnp.bfloat16))
+        return packed.PackedCodes(words, (scale * 2 / (2**bits - 1)).astype(jnp.bfloat16), (-lo).astype(jnp.bfloat16))
 
     k, v = codes(S // GROUP, H), codes(S, H // GROUP)
-    dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.keys, k), (packed.values, v))]
+    dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.dequantize_keys, k), (packed.dequantize_values, v))]
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))
     return {"packed": (k, v, pos), "dense": KVBlock(*dense, pos), "jax": tuple(x.swapaxes(1, 2) for x in dense)}
 
@@ -71,7 +71,7 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
     cudnn = {"jax cudnn": ("jax", functools.partial(theirs, "cudnn"))}
     return {
         **(kernel if gpu else {}),
-        "dequantised": ("packed", functools.partial(over_codes, packed.reference)),
+        "dequantised": ("packed", functools.partial(over_codes, packed.attend_reference)),
         "dense": ("dense", dense),
         **(cudnn if gpu else {}),
         "jax xla": ("jax", functools.partial(theirs, "xla")),

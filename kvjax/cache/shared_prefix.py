@@ -24,7 +24,7 @@ from kvjax.cache.protocol import (
     StepResult,
     Traits,
 )
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.state import as_one, as_rows, missing
 from kvjax.core import memory
 from kvjax.core.attention import NEG, attend_dense, combine, merge
@@ -94,7 +94,7 @@ class Shared:
             return attend_dense(q, block, q_pos, self.spec.window)
 
         part = self._of_prefix(prefix, members, q, moved(q_pos, before))
-        out = merge([part, by_query_blocks(attend, q, q_pos, 128)])
+        out = merge([part, map_query_blocks(attend, q, q_pos, 128)])
         return out, SharedState(prefix, self.own.prefill(block, observation, slots), before, members)
 
     def extend(self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:

@@ -16,7 +16,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, CodecWrapper
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
 from kvjax.cache.readers.full import Full
@@ -37,7 +37,7 @@ class Carried:
 
 
 @dataclasses.dataclass(frozen=True)
-class StraightThrough(CodecWrapper, KeysByPrompt):
+class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     """The wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
 
     x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed as the codec does
@@ -55,14 +55,14 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
     def encode(self, x: Array, pos: Array) -> Carried:
         return Carried(self.inner.encode(*_constant(x, pos)), x)
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
-        return self._by_prompt().found(*_constant(x, pos, observation))
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+        return self._by_prompt().fit_prompt(*_constant(x, pos, observation))
 
-    def held(self, x: Array, pos: Array, found: Array) -> Carried:
-        return Carried(self._by_prompt().held(*_constant(x, pos, found)), x)
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Carried:
+        return Carried(self._by_prompt().encode_with(*_constant(x, pos, found)), x)
 
-    def _by_prompt(self) -> KeysByPrompt:
-        if not isinstance(self.inner, KeysByPrompt):
+    def _by_prompt(self) -> PromptAdaptiveKeys:
+        if not isinstance(self.inner, PromptAdaptiveKeys):
             raise KvjaxError(f"{self.inner} holds no keys by a prompt's queries; give the tier a codec that does")
         return self.inner
 
@@ -96,8 +96,8 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
     def num_committed(self, stored: Carried, n: Array) -> Array:
         return self.inner.num_committed(stored.stored, n)
 
-    def filled(self, stored: Carried, num_tokens: int) -> Any:
-        return self.inner.filled(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
+    def used_part(self, stored: Carried, num_tokens: int) -> Any:
+        return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)

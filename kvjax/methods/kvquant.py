@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.codecs.exact_prefix import FirstExact
+from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.nonuniform import Levels, NonUniform
-from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
+from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
 from kvjax.cache.codecs.sparse import Sparse
 from kvjax.cache.eviction.representatives import Count
 from kvjax.cache.method import Method
@@ -19,17 +19,17 @@ class BeyondQuantiles(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: Count) -> Count:
-        return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
+    def num_per_side(self, length: Count) -> Count:
+        return super().num_per_side(length - 1) + 1 if self.share else super().num_per_side(length)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfChannels(BeyondQuantiles, ByChannel):
+class OfChannels(BeyondQuantiles, ChannelOutliers):
     """Outliers of each channel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTokens(BeyondQuantiles, ByToken):
+class OfTokens(BeyondQuantiles, TokenOutliers):
     """Outliers of each token."""
 
 
@@ -68,6 +68,6 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     keys = NonUniform(bits, every, "channel", levels, "keys")
     values = NonUniform(bits, every, "token", levels, "values")
     return Method(
-        k=FirstExact(Sparse(keys, OfChannels(outliers), pre_rope=True), first),
-        v=FirstExact(Sparse(values, OfTokens(outliers)), first),
+        k=ExactPrefix(Sparse(keys, OfChannels(outliers), pre_rope=True), first),
+        v=ExactPrefix(Sparse(values, OfTokens(outliers)), first),
     )

@@ -14,7 +14,7 @@ from kvjax.cache.eviction.merging import lost_tokens
 from kvjax.cache.eviction.selection import SelectedSlots, Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -116,5 +116,5 @@ def razor_attention(
     """
     rule = Razor(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
     return Method(
-        select=Selection(Newest(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
+        select=Selection(Newest(), rule, sinks, recent), merge=Compensation(sinks), side_store=PagedHeads(rule, page)
     )

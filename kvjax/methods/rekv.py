@@ -13,7 +13,7 @@ from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.cache.readers.retrieval import Index, Retrieve, slots_of_queries
+from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -39,7 +39,7 @@ class MeanKeys(Index):
 
     size: int
 
-    def summarise(self, keys: Array, real: Array) -> Array:
+    def summarize(self, keys: Array, real: Array) -> Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
 
     def join(self, before: Array, more: Array) -> Array:
@@ -71,7 +71,7 @@ class ByQuestion(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -79,10 +79,12 @@ class ByQuestion(Retrieve):
         bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
-        kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
         return ReadResult(
-            self.found(layer, state, q, q_pos, asking, reader_state.blocks), reader_state, cross_layer=cross_layer
+            self.attend_retrieved(layer, state, q, q_pos, asking, reader_state.blocks),
+            reader_state,
+            cross_layer=cross_layer,
         )
 
 

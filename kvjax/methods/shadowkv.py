@@ -10,11 +10,11 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.low_rank import Fitted
+from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
@@ -49,7 +49,7 @@ class Shadow(SideStore):
     outliers: int = 48
     local: int = 4
 
-    host = True
+    uses_host_memory = True
 
     def __post_init__(self):
         if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
@@ -111,7 +111,7 @@ class Shadow(SideStore):
 
     def _inner(self, layer: MethodLayer) -> MethodLayer:
         """The layer as the chunks see it."""
-        fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
+        fitted = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -128,7 +128,7 @@ class Shadow(SideStore):
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + within, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return by_query_blocks(attend, q, q_pos, 16)
+        return map_query_blocks(attend, q, q_pos, 16)
 
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos

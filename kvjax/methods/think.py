@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
 from kvjax.cache.codecs.thin import Thin
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
@@ -19,7 +19,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class Older(TiersByPrompt):
+class Older(PromptAdaptiveTiers):
     """All tokens that a prompt leaves but the last `recent`, which stay in the slots at full width."""
 
     k: Thin
@@ -37,7 +37,7 @@ class Older(TiersByPrompt):
     def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]

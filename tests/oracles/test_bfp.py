@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.codecs.ordered import Ordered
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -21,8 +21,8 @@ from tests.oracles.held import attended
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 
 
-def through(quantiser: BlockFloat, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -74,7 +74,7 @@ def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
         run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)))
         return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
 
-    rows = Rows(BlockFloat(4, 8))
+    rows = PerTokenCodec(BlockFloat(4, 8))
     assert error(Ordered(rows)) < 0.2 * error(rows)
 
 

@@ -12,7 +12,7 @@ from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.codecs.even import EvenSteps
 from kvjax.cache.codecs.lloyd import LloydMax, levels
-from kvjax.cache.codecs.per_token import Quantiser
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
@@ -50,8 +50,8 @@ def test_the_example_by_hand():
     np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
-def through(quantiser: Quantiser, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -78,11 +78,11 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
 
 
-@pytest.mark.parametrize("quantiser", [LloydMax(3), LloydMax(4, False), EvenSteps(3)])
-def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantiser):
-    read = through(quantiser, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+@pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), EvenSteps(3)])
+def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
+    read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()
-    if isinstance(quantiser, EvenSteps):
+    if isinstance(quantizer, EvenSteps):
         np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
 
 

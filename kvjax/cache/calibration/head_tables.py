@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.calibration.table_kinds import Kind, table
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
@@ -66,7 +66,7 @@ class RetrievalHeads(Kind):
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
         size = min(64, observation.pos.shape[1])
-        some = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1)
+        some = split_blocks(observation.q, 3, size), split_blocks(observation.pos, 1, size, -1)
         period = jnp.maximum((block.pos >= 0).sum(2, dtype=jnp.int32) // COPIES, 1)[:, :, None, None]
         found = lax.map(lambda xs: _looked_back(block, xs[0], xs[1], period, spec.window), some)
         return jax.tree.map(lambda x: x.sum(0), found)

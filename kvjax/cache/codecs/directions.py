@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.eviction.representatives import Count, fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention import NEG, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -34,7 +34,7 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedDirections(Tiers):
+class SharedDirections(PrecisionTiers):
     """The slot `side_store` of pairs of layers, from the layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair holds the directions, and hands them up in each step. Those of the share of a head's
@@ -70,13 +70,13 @@ class SharedDirections(Tiers):
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, Merged]:
-        most = self._most(layer, block.pos.shape[2], slots)
+        most = self._max_kept(layer, block.pos.shape[2], slots)
         assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
         here = slots_where(exact, self.num_main_slots(most))
-        there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
+        there = slots_where((mine.pos >= 0) & ~exact, max(self.low_tier_tokens(most), 1))
         return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
 
     def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
@@ -103,7 +103,7 @@ class SharedDirections(Tiers):
             p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
             return Partial(mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, 512)
 
     def visible_block(self, layer: MethodLayer, store: Merged) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.core.types import Array, exportable
 
 
@@ -23,7 +23,7 @@ class Direction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LloydMax(Quantiser):
+class LloydMax(Quantizer):
     """A row over its length, each number at the nearest of 2^bits levels (TurboQuant, arXiv 2504.19874; vLLM's code).
 
     The levels are those of Lloyd and Max for N(0, 1/H), which the numbers of a rotated row of length 1 come near to.

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import in_window
@@ -26,7 +26,7 @@ class Few:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thin(KeysByPrompt):
+class Thin(PromptAdaptiveKeys):
     """Each head drops the `share` of its key channels, rounded down, that score lowest (ThinK, 2407.21018, section 3).
 
     A channel's score is the mean square of it in a row's last `num_queries` queries, over the query heads too, times
@@ -44,7 +44,7 @@ class Thin(KeysByPrompt):
         if self.num_queries < 1:
             raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """i32[B K 1 C]: the channels that stay; of equal ones the lower."""
         H = x.shape[3]
         asking = in_window(observation, self.num_queries)[:, None, None, :, None]
@@ -54,7 +54,7 @@ class Thin(KeysByPrompt):
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :kept]
 
-    def held(self, x: Array, pos: Array, found: Array) -> Few:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Few:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return Few(memory.pack(_picked(x, found)), found, x.shape[3])
 

@@ -20,7 +20,7 @@ from kvjax.cache.eviction.merging import lost_tokens
 from kvjax.cache.eviction.scorers import Accumulated
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
@@ -116,7 +116,7 @@ def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     q_pos = jnp.where(asking, pos, -1)
 
     def read(part: KVBlock) -> Partial:
-        return by_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
+        return map_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
 
     later = read(own)
     return Texts(earlier, choice, q, q_pos, later, merge([read(earlier), later]))

@@ -13,7 +13,7 @@ from kvjax.cache.calibration.table_kinds import Kind, table
 from kvjax.cache.calibration.text_halves import halves
 from kvjax.cache.eviction.granularity import top
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.types import Array, KVBlock
@@ -35,7 +35,7 @@ def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) 
     def attend(q: Array, pos: Array) -> Array:
         return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
 
-    return by_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
+    return map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
 
 
 @table("attention_gate")

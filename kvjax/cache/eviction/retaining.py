@@ -13,7 +13,7 @@ from jax import lax
 from kvjax.cache.calibration.table_kinds import Kind, table
 from kvjax.cache.calibration.text_halves import greatest_logits, halves
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import NEG
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -55,7 +55,7 @@ def retained(block: KVBlock, observation: Observation, fc1: Array, fc2: Array, r
         hidden = jax.nn.silu(over_heads.sum(here[:, None])[:, 0])
         return jnp.einsum("btr,kr->bkt", hidden, fc2, precision=lax.Precision.HIGHEST)[:, :, None]
 
-    return by_query_blocks(of_tokens, observation.q, observation.pos, 512, block.k[:, :, None], block.v[:, :, None])[
+    return map_query_blocks(of_tokens, observation.q, observation.pos, 512, block.k[:, :, None], block.v[:, :, None])[
         :, :, 0
     ]
 

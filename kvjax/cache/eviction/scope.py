@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel, ModelRanking
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.errors import KvjaxError
 
 LEVELS = "model", "layer", "head"
@@ -30,5 +30,5 @@ def level_slots(level: str, page: int) -> dict[str, Any]:
     if level == "head":
         return {}
     if level == "layer":
-        return {"side_store": Pages(BestOfLayer(), page)}
-    return {"side_store": Pages(BestOfModel(), page), "layer_budgets": ModelRanking()}
+        return {"side_store": PagedHeads(BestOfLayer(), page)}
+    return {"side_store": PagedHeads(BestOfModel(), page), "layer_budgets": ModelRanking()}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -153,4 +153,4 @@ def _to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 
-    return by_query_blocks(attend, q, pos, 64).mean((1, 2))
+    return map_query_blocks(attend, q, pos, 64).mean((1, 2))
