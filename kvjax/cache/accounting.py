@@ -79,7 +79,7 @@ def array_bytes(tree: Any) -> dict[str, int]:
     """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
     total: dict[str, int] = dict.fromkeys(KINDS, 0)
     for x in jax.tree.leaves(tree):
-        total[memory.kind(x)] += x.size * x.dtype.itemsize
+        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
     return total
 
 
@@ -95,7 +95,7 @@ def state_bytes(cache: Cache) -> CacheBytes:
     Raises:
       KvjaxError: the cache was used up by an answer that did not copy it.
     """
-    cache.check_whole()
+    cache.check_usable()
     total, empty = array_bytes(cache), array_bytes(())
     for layer, state in zip(cache.plan, cache.layers, strict=True):
         # A layer that is no `kvjax.Method` need not tell: all its arrays then count as held.
@@ -115,7 +115,7 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
 
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the cache holds."""
-    cache.check_whole()
+    cache.check_usable()
 
     def of_layer(layer: BoundLayer, state: Any) -> list[list[np.ndarray]]:
         pos = np.asarray(layer.positions(state))

@@ -17,7 +17,9 @@ Extend = Callable[[LayerState, Array, KVBlock, int, Any], StepResult]
 """`BoundLayer.extend`."""
 
 
-def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+def extend_token_by_token(
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
+) -> StepResult:
     """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
 
     def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
@@ -34,7 +36,7 @@ def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: in
     return StepResult(jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer))
 
 
-def in_pieces(
+def extend_in_chunks(
     extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, size: int
 ) -> StepResult:
     """So many tokens at a time; those beyond `commit` come last, in a call of their own."""

@@ -275,11 +275,11 @@ class RewindableLayer(Protocol[State]):
 class EditableLayer(RewindableLayer[State], Protocol[State]):
     """A layer whose tokens can be taken out and put in again."""
 
-    def held(self, state: State) -> KVBlock:
+    def decoded_block(self, state: State) -> KVBlock:
         """The keys, rotated to their positions, and values in the slots."""
         ...
 
-    def appended(self, state: State, block: KVBlock) -> State:
+    def append_block(self, state: State, block: KVBlock) -> State:
         """The state with tokens [B K T H] after the last one, which nothing attends to as they come."""
         ...
 
@@ -316,11 +316,11 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
 class BatchedLayer(Protocol[State]):
     """A layer whose state is not sequences along axis 0 alone, because some of them share a part of it."""
 
-    def rows(self, state: State, which: Array | np.ndarray) -> State:
+    def take_sequences(self, state: State, which: Array | np.ndarray) -> State:
         """The sequences which i32[n] of a state, each as often as it is named."""
         ...
 
-    def joined(self, states: list[State]) -> State:
+    def concat_sequences(self, states: list[State]) -> State:
         """The sequences of several states as one state; raises ValueError where shapes differ."""
         ...
 
@@ -388,18 +388,18 @@ class Cache:
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
 
     @property
-    def used_up(self) -> bool:
+    def is_donated(self) -> bool:
         """Whether any of its arrays has been given away; one that somebody looks at, as `length`, may be left."""
         return any(x.is_deleted() for x in jax.tree.leaves(self))
 
-    def check_whole(self) -> None:
+    def check_usable(self) -> None:
         """Raises KvjaxError where its arrays have been given away."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(self)):
             raise TracedCall(
                 "this cache is traced by a JAX transformation, and what kvjax's convenient calls check and measure are "
                 "values: use kvjax.functional (prefill, extend, decode) inside jit, grad, vmap and scan"
             )
-        if self.used_up:
+        if self.is_donated:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 

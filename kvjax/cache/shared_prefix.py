@@ -25,16 +25,16 @@ from kvjax.cache.protocol import (
     Traits,
 )
 from kvjax.cache.readers.base import map_query_blocks
-from kvjax.cache.state import as_one, as_rows, missing
+from kvjax.cache.state import concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import NEG, attend_dense, combine, merge
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 
 @pytree
-class SharedState:
+class SharedPrefixState:
     """The state of one layer: P prefixes, and what each of B rows has behind its own."""
 
     prefix: Any  # the prefixes' state, of P rows
@@ -44,7 +44,7 @@ class SharedState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedPrefixLayer:
     """Two layers as one: `prefix` holds what rows share and is never written to, `own` holds what is theirs.
 
     To `own` a row is a text that begins at position 0. Keys and queries are both rotated further by the length of the
@@ -86,30 +86,30 @@ class Shared:
         block: KVBlock,
         observation: Observation | None,
         slots: int,
-    ) -> tuple[Array, SharedState]:
+    ) -> tuple[Array, SharedPrefixState]:
         """Prompts behind before i32[B] tokens of their prefixes -> (out, the state); their positions begin at 0."""
         q_pos = block.pos[:, 0]
 
         def attend(q: Array, q_pos: Array) -> Partial:
             return attend_dense(q, block, q_pos, self.spec.window)
 
-        part = self._of_prefix(prefix, members, q, moved(q_pos, before))
+        part = self._of_prefix(prefix, members, q, shift_positions(q_pos, before))
         out = merge([part, map_query_blocks(attend, q, q_pos, 128)])
-        return out, SharedState(prefix, self.own.prefill(block, observation, slots), before, members)
+        return out, SharedPrefixState(prefix, self.own.prefill(block, observation, slots), before, members)
 
-    def extend(self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+    def extend(self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`; fresh tokens become the rows' own."""
         return self._extended(state, q, new, commit, cross_layer)
 
     def extend_with_prefix(
-        self, state: SharedState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+        self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
     ) -> StepResult:
         """`ShareableLayer.extend_with_prefix`."""
         return self._extended(state, q, new, commit, cross_layer, other_partial)
 
     def _extended(
         self,
-        state: SharedState,
+        state: SharedPrefixState,
         q: Array,
         new: KVBlock,
         commit: int,
@@ -119,32 +119,34 @@ class Shared:
         with jax.named_scope("shared"):
             part = self._of_prefix(state.prefix, state.members, q, new.pos[:, 0])
         part = part if other_partial is None else combine(other_partial, part)
-        new = dataclasses.replace(new, pos=moved(new.pos, -state.before))
+        new = dataclasses.replace(new, pos=shift_positions(new.pos, -state.before))
         out, own, cross_layer = self.own.extend_with_prefix(state.own, q, new, commit, cross_layer, part)
         return StepResult(out, dataclasses.replace(state, own=own), cross_layer)
 
-    def partial(self, state: SharedState, q: Array, q_pos: Array) -> Partial:
+    def partial(self, state: SharedPrefixState, q: Array, q_pos: Array) -> Partial:
         """`ShareableLayer.partial`: a prefix that shares a prefix."""
         part = self._of_prefix(state.prefix, state.members, q, q_pos)
-        return combine(part, self.own.partial(state.own, q, moved(q_pos, -state.before)))
+        return combine(part, self.own.partial(state.own, q, shift_positions(q_pos, -state.before)))
 
     def _of_prefix(self, prefix: Any, members: Array | None, q: Array, q_pos: Array) -> Partial:
         """Queries [B K G T H] of all rows over their prefixes, each of which is read once."""
         B, _, _, T, _ = q.shape
         part = self.prefix.partial(prefix, _gathered(q, members), _positions(q_pos, members))
-        return Partial(*(_scattered(x, members, (B, T), fill) for x, fill in zip(part, (0.0, NEG, 0.0), strict=True)))
+        return Partial(
+            *(_scattered(x, members, (B, T), fill) for x, fill in zip(part, (0.0, MASKED_LOGIT, 0.0), strict=True))
+        )
 
-    def positions(self, state: SharedState) -> Array:
+    def positions(self, state: SharedPrefixState) -> Array:
         """i32[B 1|K S]: those of the prefix, then the row's own."""
-        mine = moved(self.own.positions(state.own), state.before)
+        mine = shift_positions(self.own.positions(state.own), state.before)
         B = mine.shape[0]
         shared = self.prefix.positions(state.prefix)
-        which = prefix_of(state.members, B)
+        which = prefix_by_sequence(state.members, B)
         shared = jnp.where(which[:, None, None] >= 0, shared[which], -1)
         heads = max(shared.shape[1], mine.shape[1])
         return jnp.concatenate([jnp.broadcast_to(x, (B, heads, x.shape[2])) for x in (shared, mine)], 2)
 
-    def empty_bytes(self, state: SharedState, dtype: str) -> dict[str, int]:
+    def empty_bytes(self, state: SharedPrefixState, dtype: str) -> dict[str, int]:
         """`SizedLayer.empty_bytes`: of the prefixes, and behind them."""
         total = {"device": 0, "pinned_host": 0}
         for layer, held in ((self.prefix, state.prefix), (self.own, state.own)):
@@ -153,40 +155,42 @@ class Shared:
                 total = {kind: size + empty[kind] for kind, size in total.items()}
         return total
 
-    def rows(self, state: SharedState, which: Array | np.ndarray) -> SharedState:
+    def take_sequences(self, state: SharedPrefixState, which: Array | np.ndarray) -> SharedPrefixState:
         """Rows of their own; the prefixes stay, held once."""
         members = state.members
         if members is not None:
-            prefix = prefix_of(members, len(state.before))
-            members = members_of(np.asarray(prefix[which]), members.shape[0])
-        before = as_rows(None, state.before, which)
-        return SharedState(state.prefix, as_rows(self.own, state.own, which), before, members)
+            prefix = prefix_by_sequence(members, len(state.before))
+            members = sequences_by_prefix(np.asarray(prefix[which]), members.shape[0])
+        before = take_sequences(None, state.before, which)
+        return SharedPrefixState(state.prefix, take_sequences(self.own, state.own, which), before, members)
 
-    def joined(self, states: list[SharedState]) -> SharedState:
+    def concat_sequences(self, states: list[SharedPrefixState]) -> SharedPrefixState:
         """Rows that share one prefix, as one batch; raises ValueError for others."""
         held = [jax.tree.leaves(state.prefix) for state in states]
         if not all(len(held[0]) == len(other) and all(map(_equal, held[0], other)) for other in held[1:]):
             raise ValueError("shared prefixes that are not the same one")
         if any(state.members is not None for state in states):
             raise ValueError("several shared prefixes")
-        before = as_one(None, [state.before for state in states])
-        return SharedState(states[0].prefix, as_one(self.own, [state.own for state in states]), before, None)
+        before = concat_sequences(None, [state.before for state in states])
+        return SharedPrefixState(
+            states[0].prefix, concat_sequences(self.own, [state.own for state in states]), before, None
+        )
 
-    def max_rollback(self, state: SharedState) -> Array:
+    def max_rollback(self, state: SharedPrefixState) -> Array:
         """i32[B]: of the rows' own tokens."""
         return self._editable.max_rollback(state.own)
 
-    def crop(self, state: SharedState, count: Array) -> SharedState:
+    def crop(self, state: SharedPrefixState, count: Array) -> SharedPrefixState:
         """`RewindableLayer.crop`, of the rows' own tokens."""
         return dataclasses.replace(state, own=self._editable.crop(state.own, count))
 
-    def held(self, state: SharedState) -> KVBlock:
-        """`EditableLayer.held`, of the rows' own tokens."""
-        return self._editable.held(state.own)
+    def decoded_block(self, state: SharedPrefixState) -> KVBlock:
+        """`EditableLayer.decoded_block`, of the rows' own tokens."""
+        return self._editable.decoded_block(state.own)
 
-    def appended(self, state: SharedState, block: KVBlock) -> SharedState:
-        """`EditableLayer.appended`."""
-        return dataclasses.replace(state, own=self._editable.appended(state.own, block))
+    def append_block(self, state: SharedPrefixState, block: KVBlock) -> SharedPrefixState:
+        """`EditableLayer.append_block`."""
+        return dataclasses.replace(state, own=self._editable.append_block(state.own, block))
 
     def check_shared(self) -> None:
         """Raises IncompatibleMethod unless all its parts can be read by queries of other rows."""
@@ -199,12 +203,12 @@ class Shared:
     @property
     def _editable(self) -> EditableLayer:
         if not isinstance(self.own, EditableLayer):
-            raise missing(self.own, "give back tokens")
+            raise missing_ability(self.own, "give back tokens")
         return self.own
 
 
 @dataclasses.dataclass(frozen=True)
-class Behind:
+class SharedPrefixMethod:
     """The method of rows that share a prefix: `prefix`, under which this was read, and `own`, for the rows' tokens."""
 
     prefix: KVMethod
@@ -222,7 +226,7 @@ class Behind:
             after_prompt=a.after_prompt or b.after_prompt,
         )
 
-    def bind(self, spec: LayerSpec) -> Shared:
+    def bind(self, spec: LayerSpec) -> SharedPrefixLayer:
         """Both in one layer; raises IncompatibleMethod where a prefix or what is behind it cannot be held so."""
         prefix, own = self.prefix.bind(spec), self.own.bind(spec)
         if not isinstance(prefix, ShareableLayer) or not isinstance(own, ShareableLayer):
@@ -230,7 +234,7 @@ class Behind:
             raise IncompatibleMethod(f"{name} cannot be read beside other tokens; use a kvjax.Method")
         prefix.check_shared()
         own.check_with_prefix()
-        return Shared(prefix, own)
+        return SharedPrefixLayer(prefix, own)
 
 
 def _equal(x: Array, y: Array) -> bool:
@@ -238,12 +242,12 @@ def _equal(x: Array, y: Array) -> bool:
     return x is y or bool(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y))))
 
 
-def moved(pos: Array, by: Array) -> Array:
+def shift_positions(pos: Array, by: Array) -> Array:
     """Positions i32[B ...] by[B] places further on, -1 staying what it is."""
     return jnp.where(pos >= 0, pos + by.reshape(-1, *[1] * (pos.ndim - 1)), -1)
 
 
-def members_of(prefix: np.ndarray, count: int) -> Array:
+def sequences_by_prefix(prefix: np.ndarray, count: int) -> Array:
     """The prefix of each row, i32[B], -1 for none -> the rows of each of `count` prefixes, i32[P M], -1 unused."""
     rows = [np.flatnonzero(prefix == p) for p in range(count)]
     table = np.full((count, max(1, *map(len, rows))), -1, np.int32)
@@ -252,7 +256,7 @@ def members_of(prefix: np.ndarray, count: int) -> Array:
     return jnp.asarray(table)
 
 
-def prefix_of(members: Array | None, rows: int) -> Array:
+def prefix_by_sequence(members: Array | None, rows: int) -> Array:
     """The inverse: the prefix of each of so many rows, i32[B], -1 for none."""
     if members is None:
         return jnp.zeros(rows, jnp.int32)

@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.readers.full import Full
 from kvjax.cache.slot_bytes import bytes_beyond, slot_bytes
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import combine
-from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import IncompatibleMethod
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from kvjax.cache.codecs.base import Codec
     from kvjax.cache.method import Method
 
-KEEP = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
+CONTEXT_REMEDY = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
 
 
 class StateOperations:
@@ -100,12 +99,12 @@ class StateOperations:
         state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
         return dataclasses.replace(state, reader_state=self.method.read.crop(self._layer, state))
 
-    def held(self, state: LayerState) -> KVBlock:
+    def decoded_block(self, state: LayerState) -> KVBlock:
         """Keys, rotated to their positions, and values of all slots."""
         self._check_append_only("be edited")
         return KVBlock(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
 
-    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
+    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         """The state with a block's tokens behind the last one of each row."""
         for name in ("k", "v", "read"):
             slot = getattr(self.method, name)
@@ -116,8 +115,8 @@ class StateOperations:
                     "(`kvjax.generation.reuse.full_kv`)"
                 )
         # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
-        there = memory.each(memory.to_device, state)
-        return memory.each(_placed_as, self._append(there, block.clean()), state)
+        there = memory.map_buffers(memory.to_device, state)
+        return memory.map_buffers(_placed_as, self._append(there, block.clean()), state)
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Queries of any rows over all slots, and over what is held apart."""
@@ -142,12 +141,12 @@ class StateOperations:
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """Of the slots, then of what is held apart: how far what is read is from what came, of keys and of values."""
-        here = gather(exact, state.pos)
+        here = gather_tokens(exact, state.pos)
         keys = relative_error(self.k.decode(state.k), self.as_held(here))
         values = relative_error(self.v.decode(state.v), here.v)
         if self.method.side_store is None:
             return keys, values
-        there = gather(exact, self.method.side_store.positions(state.side_store))
+        there = gather_tokens(exact, self.method.side_store.positions(state.side_store))
         read = self.method.side_store.visible_block(self._layer, state.side_store)
         if read is None:
             other_keys = other_values = jnp.full(there.k.shape[:3], jnp.nan)
@@ -200,7 +199,7 @@ class StateOperations:
             if getattr(m, name) is not None:
                 raise IncompatibleMethod(
                     f"slot `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so that "
-                    f"this cache cannot {what}; {KEEP}"
+                    f"this cache cannot {what}; {CONTEXT_REMEDY}"
                 )
 
 
@@ -209,23 +208,23 @@ def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
     return memory.to_host(buffer) if other.host else buffer
 
 
-def missing(layer: BoundLayer, what: str) -> IncompatibleMethod:
+def missing_ability(layer: BoundLayer, what: str) -> IncompatibleMethod:
     """The error for a layer without an optional ability."""
-    return IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {what}; {KEEP}")
+    return IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {what}; {CONTEXT_REMEDY}")
 
 
-def as_rows(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
+def take_sequences(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
     """Rows which i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
-        return layer.rows(state, which)
-    return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
+        return layer.take_sequences(state, which)
+    return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)
 
 
-def as_one(layer: BoundLayer | None, states: list[Any]) -> Any:
+def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
     """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
     if isinstance(layer, BatchedLayer):
-        return layer.joined(states)
-    return jax.tree.map(lambda *xs: memory.rearranged(_behind, *xs) if xs[0].ndim else xs[0], *states)
+        return layer.concat_sequences(states)
+    return jax.tree.map(lambda *xs: memory.apply_on_device(_behind, *xs) if xs[0].ndim else xs[0], *states)
 
 
 def _behind(*xs: Array) -> Array:

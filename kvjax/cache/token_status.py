@@ -37,16 +37,18 @@ def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
     else:
         key, value = layer.reconstruction_error(state, exact)
         # What changes when host memory is blank was read from there.
-        blank = layer.reconstruction_error(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
+        blank = (
+            layer.reconstruction_error(memory.map_buffers(_blank, state), exact) if _on_host(state) else (key, value)
+        )
         hosts = tuple((a != b) & ~jnp.isnan(a) for a, b in zip((key, value), blank, strict=True))
 
     def by_position(x: Array) -> Array:
-        return jnp.zeros((B, K, C), x.dtype).at[places(pos, (B, K, C))].set(x, mode="drop")
+        return jnp.zeros((B, K, C), x.dtype).at[scatter_index(pos, (B, K, C))].set(x, mode="drop")
 
     return TokenStatus(*map(by_position, (pos >= 0, key, value, *hosts)))
 
 
-def places(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+def scatter_index(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
     """Where positions i32[B 1|K n] lie in an array [B K C ...]: an index, of -1 one that a write with "drop" drops."""
     B, K, C = shape[:3]
     return jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(pos >= 0, pos, C)

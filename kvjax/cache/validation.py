@@ -10,7 +10,7 @@ from kvjax.cache.eviction.scorers import Scorer
 from kvjax.errors import KvjaxError
 
 
-def check_kind(slot: str, value: Any, kind: Any) -> None:
+def check_component_type(slot: str, value: Any, kind: Any) -> None:
     """Raises KvjaxError unless a value is of a slot's kind, a class or a union of classes."""
     if isinstance(value, type):
         raise KvjaxError(f"{slot} is the class {value.__name__}, and must be a value of it, as {value.__name__}(...)")
@@ -38,7 +38,7 @@ def check_hashable(slot: str, value: Any) -> None:
         )
 
 
-def uncompared(slot: str, value: Any) -> Iterator[str]:
+def uncompared_fields(slot: str, value: Any) -> Iterator[str]:
     """The fields in a value by which it is not compared, of classes that are not kvjax's own."""
     for where, part in _parts(slot, value):
         if dataclasses.is_dataclass(part) and type(part).__module__.partition(".")[0] != "kvjax":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-MAPPINGS = 30_000
+MAX_MAPPINGS = 30_000
 """Memory mappings of a process, several to each compiled program, beyond which new programs replace all that there are.
 
 Linux allows 65,530, and a compiler that gets no more ends the process.
@@ -41,7 +41,7 @@ def clear_compiled() -> None:
 
 
 def clear_if_many(mappings: int | None = None) -> None:
-    """Drops them where the process holds more memory mappings than that, by default `MAPPINGS`."""
+    """Drops them where the process holds more memory mappings than that, by default `MAX_MAPPINGS`."""
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > (MAPPINGS if mappings is None else mappings):
+    if maps.exists() and maps.read_bytes().count(b"\n") > (MAX_MAPPINGS if mappings is None else mappings):
         clear_compiled()

@@ -18,9 +18,9 @@ LARGE = 2**19
 """Numbers in a float32 matrix from which multiplying one row with parts of it, side by side, is worth it."""
 PARTS = 2 ** (max(4, os.cpu_count() or 1).bit_length() - 1)
 """Parts at most; more than two cores have, so that the last one to be done is done sooner."""
-PACKED_IN_VAIN = range(4, 33)
+PACKING_DOES_NOT_PAY = range(4, 33)
 """Rows for which packing the weights in every product, as XLA's CPU backend does, takes longer than it saves."""
-WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
+NO_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """The compiler's option by which that backend leaves such products to other code than YNNPACK."""
 
 
@@ -43,15 +43,15 @@ def unembed(x: Array, rows: Array) -> Array:
     return _summed(x, rows, dims)
 
 
-def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
+def compiler_options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
     """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
 
     Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program
     multiplies with rows of an embedding too, and YNNPACK alone is fast at that.
     """
     wide = width >= 768 and not tied  # packing smaller weights costs less, as they stay in the processor's caches
-    in_vain = dtype == jnp.float32 and rows in PACKED_IN_VAIN and wide
-    return dict(WITHOUT_PACKING) if in_vain and jax.default_backend() == "cpu" else {}
+    in_vain = dtype == jnp.float32 and rows in PACKING_DOES_NOT_PAY and wide
+    return dict(NO_PACKING) if in_vain and jax.default_backend() == "cpu" else {}
 
 
 def _in_parts(x: Array, w: Array) -> Array:

@@ -20,7 +20,7 @@ from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
 from kvjax.cache.readers.full import Full
-from kvjax.cache.shared_prefix import Behind
+from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
@@ -135,9 +135,9 @@ class DifferentiableLayer(MethodLayer):
         with memory.as_floats(True):
             return super().extend_with_prefix(state, q, new, commit, cross_layer, other_partial)
 
-    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
+    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         with memory.as_floats(True):
-            return super().appended(state, block)
+            return super().append_block(state, block)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
         with memory.as_floats(True):
@@ -186,8 +186,8 @@ def make_differentiable(method: KVMethod) -> KVMethod:
         return method
     if isinstance(method, Method):
         return Differentiable(method)
-    if isinstance(method, Behind):
-        return Behind(make_differentiable(method.prefix), make_differentiable(method.own))
+    if isinstance(method, SharedPrefixMethod):
+        return SharedPrefixMethod(make_differentiable(method.prefix), make_differentiable(method.own))
     raise KvjaxError(
         f"differentiable=True wraps the components of a kvjax.Method, and {type(method).__name__} has none: such a "
         "method passes gradients where its own state is of floats; bind it with differentiable=False"

@@ -19,7 +19,7 @@ from kvjax.cache.protocol import (
     StepResult,
     Traits,
 )
-from kvjax.cache.token_status import places
+from kvjax.cache.token_status import scatter_index
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.explore.recorder import Notes, noted
@@ -92,7 +92,7 @@ class WatchedLayer:
         if not commit:
             return StepResult(out, state, cross_layer)
         kept = new.first(commit)
-        at = places(kept.pos, state.k.shape)
+        at = scatter_index(kept.pos, state.k.shape)
         k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
         state = dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit])
         return StepResult(out, state, cross_layer)

@@ -11,14 +11,14 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.cache.readers.retrieval import slot_lookup
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
-from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -83,7 +83,7 @@ class Blocks(Reader):
 
     def __post_init__(self):
         fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        at_least("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
         if self.prompt_chunk > self.local:
             raise KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"
@@ -212,7 +212,7 @@ class Blocks(Reader):
         B, K = state.reader_state.mass.shape[:2]
         slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
         place = jnp.broadcast_to(self._ring_of(state.reader_state.mass).place(slot), (B, K, self.block))
-        bare = layer.spec.rope.unrotate(memory.rows(state.reader_state.k, place), _of(state.pos, slot))
+        bare = layer.spec.rope.unrotate(memory.gather_tokens(state.reader_state.k, place), _of(state.pos, slot))
         mass = jnp.take_along_axis(state.reader_state.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
         return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
@@ -279,7 +279,7 @@ def _weighed(q: Array, block: KVBlock, seen: Array) -> tuple[Array, Partial]:
     s = scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
-    p, m, l = weights(jnp.where(seen, s, NEG))
+    p, m, l = weights(jnp.where(seen, s, MASKED_LOGIT))
     return p, Partial(mix(p, block.v), m, l)
 
 

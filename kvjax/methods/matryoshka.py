@@ -34,7 +34,7 @@ def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -
     cache keep over 90 % of the quality). table: the file of `kvjax calibrate bases`, by default those that ship with
     kvjax. A query is projected once, and so is the mix of values; nothing is expanded. A prompt attends exactly.
     """
-    bases = Bases.given(table)
+    bases = Bases.table_file(table)
     return Method(
         k=CalibratedLowRank(table=bases, of="keys", share=keys), v=CalibratedLowRank(table=bases, share=values)
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
 from kvjax.cache.codecs.quantizers import MinMax
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.methods.registry import recipe
@@ -58,7 +58,7 @@ def mikv(
     coded = Tokenwise(low, group=group)
     held = PerTokenCodec(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(Accumulated(), share, Balanced(coded), coded, recent)
+        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = ScoredTiers(Accumulated(), share, coded, coded, recent)
+        tier = ScoredTiers(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

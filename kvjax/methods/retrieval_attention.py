@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
@@ -49,7 +49,7 @@ class HostSearch(Reader):
 
     def __post_init__(self):
         name = "RetrievalAttention"
-        at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+        check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Static:
         ring = self._ring(block.pos.shape[2])

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
-from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -61,7 +61,7 @@ class Unimportant(PrecisionTiers):
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
+        return top_k_mask(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
 
     def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
         """i32[B]: how many tokens of each row are important."""

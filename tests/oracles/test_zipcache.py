@@ -13,7 +13,7 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
@@ -97,7 +97,7 @@ def test_a_draw_depends_on_the_position_alone():
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
     d = layer.data()
-    exact = dataclasses.replace(kvjax.parse(reader), side_store=ScoredTiers(Accumulated(), 0.4))
+    exact = dataclasses.replace(kvjax.parse(reader), side_store=ScoredTiers(AccumulatedAttention(), 0.4))
     np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
 
 

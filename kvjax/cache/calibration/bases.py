@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -18,9 +18,9 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
 
-@table("bases")
+@register_table_kind("bases")
 @dataclasses.dataclass(frozen=True)
-class Bases(Kind):
+class Bases(TableKind):
     """The principal directions of each layer's keys, bare and rotated, and of its values, by falling variance.
 
     heads: so many neighbouring key/value heads have directions in common, in all of their channels; 1: each its own; 0:
@@ -37,11 +37,11 @@ class Bases(Kind):
         full = (block.pos >= 0)[..., None]
         bare = jnp.where(full, spec.rope.unrotate(block.k, block.pos), 0.0)
         rows = {"keys": block.k.astype(jnp.float32), "bare_keys": bare, "values": block.v.astype(jnp.float32)}
-        groups = {name: in_groups(rows[name], self.heads, spec) for name in self.of}
+        groups = {name: group_heads(rows[name], self.heads, spec) for name in self.of}
         return {
             "tokens": full.sum(2, keepdims=True, dtype=jnp.float32),
             "sums": {name: x.sum(2, keepdims=True) for name, x in groups.items()},
-            "products": {name: products(x) for name, x in groups.items()},
+            "products": {name: sum_outer_products(x) for name, x in groups.items()},
         }
 
     def arrays(self, counted: dict[str, Any], spec: LayerSpec) -> Mapping[str, np.ndarray]:
@@ -53,7 +53,7 @@ class Bases(Kind):
         return {name: x.astype(np.float32) for name, x in made.items()}
 
 
-@table("joint_bases")
+@register_table_kind("joint_bases")
 @dataclasses.dataclass(frozen=True)
 class JointBases(Bases):
     """The same of several heads together, by default all of a layer; of bare keys and of values alone."""
@@ -74,7 +74,7 @@ def group_size(heads: int, spec: LayerSpec) -> int:
     return size
 
 
-def in_groups(x: Array, heads: int, spec: LayerSpec) -> Array:
+def group_heads(x: Array, heads: int, spec: LayerSpec) -> Array:
     """Rows x [B K S H] of this device's heads -> those of all groups of the layer, [B U S C], on every device."""
     size = group_size(heads, spec)
     if size == 1:
@@ -84,7 +84,7 @@ def in_groups(x: Array, heads: int, spec: LayerSpec) -> Array:
     return every.reshape(B, K // size, size, S, H).swapaxes(2, 3).reshape(B, K // size, S, size * H)
 
 
-def products(x: Array) -> Array:
+def sum_outer_products(x: Array) -> Array:
     """Rows x f32[B U S C] -> the sum of their outer products, f32[B U C C]."""
     return jnp.einsum("busc,busd->bucd", x, x, precision=lax.Precision.HIGHEST)
 

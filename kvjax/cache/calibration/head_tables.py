@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
 COPIES, RANDOM_TOKENS = 4, 2500  # how often so many tokens of chance are repeated to find retrieval heads
 
 
-@table("heads")
-class HeadWeights(Kind):
+@register_table_kind("heads")
+class HeadWeights(TableKind):
     """How much each head needs all tokens: `weights` f32[K], as kvpress scores heads for DuoAttention without training.
 
     The mean query and the mean key of a text, both without rotation, are set at 500 positions. A head's weight is the
@@ -48,8 +48,8 @@ class HeadWeights(Kind):
         return {"weights": (counted["weights"] / counted["texts"]).astype(np.float32)}
 
 
-@table("retrieval_heads")
-class RetrievalHeads(Kind):
+@register_table_kind("retrieval_heads")
+class RetrievalHeads(TableKind):
     """How much each head looks back at earlier copies of a text: `echo` and `induction` f32[K] (RazorAttention).
 
     It brings its own text: random tokens, repeated four times. echo: the mean attention that a token pays to the same
@@ -78,7 +78,7 @@ class RetrievalHeads(Kind):
 
 def _looked_back(block: KVBlock, q: Array, q_pos: Array, period: Array, window: int | None) -> dict[str, Array]:
     """Of queries [B K G Q H], what they pay to earlier copies f32[B K G], and the number of such pairs f32[B K 1]."""
-    p, _, l = weights(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG))
+    p, _, l = weights(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), MASKED_LOGIT))
     back = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query
     real = (q_pos[:, None, :, None] >= 0) & (block.pos[:, :, None] >= 0)
     which = {

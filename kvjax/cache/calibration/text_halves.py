@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import NEG, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 
 
-def halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
+def split_halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
     """The tokens of the earlier half of each text, bool[B 1|K S], and the queries of the later half, bool[B Q].
 
     Of a text of an odd number of tokens the earlier half has one more.
@@ -22,19 +22,19 @@ def halves(block: KVBlock, observation: Observation) -> tuple[Array, Array]:
     return (block.pos >= 0) & (block.pos < first[..., None]), observation.pos >= first
 
 
-def greatest_logits(
+def max_logits(
     block: KVBlock, observation: Observation, asking: Array, window: int | None, queries_at_once: int = 64
 ) -> Array:
     """f32[B K S]: the greatest logit that a slot gets from the asking queries bool[B Q] of its query heads.
 
-    Scaled dot products, before any softmax; NEG where no asking query sees the slot.
+    Scaled dot products, before any softmax; MASKED_LOGIT where no asking query sees the slot.
     """
 
     def add(greatest: Array, some: tuple[Array, Array]) -> tuple[Array, None]:
         q, pos = some
-        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), NEG)
+        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), MASKED_LOGIT)
         return jnp.maximum(greatest, logits.max((2, 3))), None
 
     size = min(queries_at_once, observation.pos.shape[1])
     queries = split_blocks(observation.q, 3, size), split_blocks(jnp.where(asking, observation.pos, -1), 1, size, -1)
-    return lax.scan(add, vary(jnp.full(block.k.shape[:3], NEG)), queries)[0]
+    return lax.scan(add, vary(jnp.full(block.k.shape[:3], MASKED_LOGIT)), queries)[0]

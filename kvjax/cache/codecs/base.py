@@ -65,7 +65,7 @@ class Codec:
 
     def score_in_place(self, q: Array, stored: Any) -> Array:
         """`scores`, computed in the memory where the keys are, if the codec can do so."""
-        return self.scores(q, self.load(memory.each(memory.to_device, stored)))
+        return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
     def mix(self, p: Array, stored: Any) -> Array:
         """Sums all values by the weights p f32[B K G T S]: f32[B K G T H]; `stored` in device memory."""
@@ -126,10 +126,10 @@ class Plain(Codec):
         return memory.append(stored, x, at)
 
     def gather(self, stored: memory.Buffer, idx: Array) -> Array:
-        return memory.rows(stored, idx)
+        return memory.gather_tokens(stored, idx)
 
     def score_in_place(self, q: Array, stored: memory.Buffer) -> Array:
-        return memory.products(stored, q) * q.shape[-1] ** -0.5
+        return memory.dot_products(stored, q) * q.shape[-1] ** -0.5
 
 
 def _delegate(member: str) -> Any:
@@ -177,16 +177,16 @@ class Host(CodecWrapper):
         object.__setattr__(self, "inner", self.inner.on_host())
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
-        return memory.each(memory.to_host, self.inner.encode_prompt(x, pos, observation))
+        return memory.map_buffers(memory.to_host, self.inner.encode_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
-        return memory.each(memory.to_host, self.inner.encode(x, pos))
+        return memory.map_buffers(memory.to_host, self.inner.encode(x, pos))
 
     def decode(self, stored: Any) -> Array:
         return self.inner.decode(self.load(stored))
 
     def load(self, stored: Any) -> Any:
-        return self.inner.load(memory.each(memory.to_device, stored))
+        return self.inner.load(memory.map_buffers(memory.to_device, stored))
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)

@@ -157,14 +157,14 @@ class ChunkCodec(Codec):
         return self._restore_slots(stored, slot, memory.unpack(stored.codes), own)
 
     def gather(self, stored: ChunkState, idx: Array) -> Array:
-        own = None if stored.own is None else memory.rows(stored.own, idx)
-        return self._restore_slots(stored, idx, memory.rows(stored.codes, idx), own)
+        own = None if stored.own is None else memory.gather_tokens(stored.own, idx)
+        return self._restore_slots(stored, idx, memory.gather_tokens(stored.codes, idx), own)
 
     def _restore_slots(self, stored: ChunkState, slot: Array, words: Array, own: Array | None) -> Array:
         """The tokens [B K n H] of slots i32[B K n], by their words and own numbers."""
         shared = stored.shared
         if shared is not None:
-            shared = memory.rows(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
+            shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
         codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
         x = self.restore(codes, own, shared)
         places = stored.recent.shape[2]

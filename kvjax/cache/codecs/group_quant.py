@@ -199,13 +199,13 @@ class Kivi(Codec):
     def gather_codes(self, stored: Any, idx: Array) -> Array:
         """`gather` for tokens that are codes; `stored` has the arrays `codes`, `scale` and `lo` of a `KiviState`."""
         word = idx if self.packed == "channels" else idx // self.per
-        codes = memory.rows(stored.codes, word)
+        codes = memory.gather_tokens(stored.codes, word)
         if self.packed == "channels":
             codes = quant.unpack(codes, self.bits, 3)
         else:
             codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
         group = idx // self.group if self.axis == "channel" else idx
-        scale, lo = memory.rows(stored.scale, group), memory.rows(stored.lo, group)
+        scale, lo = memory.gather_tokens(stored.scale, group), memory.gather_tokens(stored.lo, group)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
         return quant.dequantize(codes, scale, lo)
@@ -247,7 +247,7 @@ class Kivi(Codec):
 
         def decode_tile(row: Array, num_rows: int, start: Array | int, count: int) -> Array:
             def tile(buffer: memory.Buffer, n: int) -> Array:
-                return memory.piece(buffer, row, num_rows, start // n, count // n)
+                return memory.slice_tokens(buffer, row, num_rows, start // n, count // n)
 
             codes = quant.unpack(tile(stored.codes, per_word), self.bits, self._word_axis - 1)
             scale, lo = (tile(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))

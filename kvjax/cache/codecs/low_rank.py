@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.bases import group_size, in_groups, products
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.bases import group_heads, group_size, sum_outer_products
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
@@ -76,15 +76,15 @@ class LowRank(Codec):
 
     def gather(self, stored: LowRankState, idx: Array) -> Array:
         if self.heads == 1:
-            return self._expand(memory.rows(stored.rows, idx), stored)
+            return self._expand(memory.gather_tokens(stored.rows, idx), stored)
         # Each head stores a part of every other head's coordinates, so all heads gather the slots that any asks for.
         K, all_idx = idx.shape[1], over_heads.gather(idx)
         B, _, n = all_idx.shape
         asked = jnp.broadcast_to(all_idx.reshape(B, 1, -1), (B, K, all_idx.shape[1] * n))
-        coordinates = self._coordinates(memory.rows(stored.rows, asked), stored)
+        coordinates = self._coordinates(memory.gather_tokens(stored.rows, asked), stored)
         by_asking_head = jnp.broadcast_to(coordinates, (B, K, *coordinates.shape[2:]))
         by_asking_head = by_asking_head.reshape(B, K, all_idx.shape[1], n, -1)
-        own = (over_heads.first(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return self._expand(jnp.take_along_axis(by_asking_head, own, 2)[:, :, 0], stored)
 
     def scores(self, q: Array, stored: LowRankState) -> Array:
@@ -118,12 +118,12 @@ class LowRank(Codec):
         is_member = self._group_of_heads(K)[:, None] == jnp.arange(num_heads // size, dtype=jnp.int32)[None]
         sums = jnp.einsum("bktr,ku->btur", own, is_member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         parts = over_heads.sum(sums[:, None]).reshape(B, T, num_heads, r // size)
-        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first(K), K, 1).astype(x.dtype)
+        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first_head(K), K, 1).astype(x.dtype)
 
     def _group_of_heads(self, num_local: int) -> Array:
         """i32[K]: the group of each head of this device."""
         assert self.spec is not None
-        head = over_heads.first(num_local) + jnp.arange(num_local, dtype=jnp.int32)
+        head = over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)
         return head // group_size(self.heads, self.spec)
 
     def _coordinates(self, parts: Array, stored: LowRankState) -> Array:
@@ -152,7 +152,7 @@ class CalibratedLowRank(LowRank):
       share: fraction of the channels that are stored, rounded down, at least one per head.
     """
 
-    table: Given | None = None
+    table: TableFile | None = None
     of: str = "values"
     share: float = 0.5
 
@@ -175,7 +175,7 @@ class CalibratedLowRank(LowRank):
         K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
-        basis, mean = self.table.of(self.spec, **shapes).values()
+        basis, mean = self.table.layer_arrays(self.spec, **shapes).values()
         rank = size * max(fraction_of(self.share, H), 1)
         if rank > basis.shape[2]:
             raise KvjaxError(
@@ -185,7 +185,7 @@ class CalibratedLowRank(LowRank):
         return basis.reshape(K, H, -1)[:, :, :rank], mean.reshape(K, H)
 
     def fit_basis(self, x: Array) -> tuple[Array, Array]:
-        basis, mean = (over_heads.own(jnp.asarray(array), x.shape[1])[None] for array in self._read_table())
+        basis, mean = (over_heads.local_part(jnp.asarray(array), x.shape[1])[None] for array in self._read_table())
         return basis, mean[:, :, None]
 
 
@@ -206,12 +206,12 @@ class PromptLowRank(LowRank):
     def fit_basis(self, x: Array) -> tuple[Array, None]:
         assert self.spec is not None
         # Right singular vectors are the eigenvectors of X^T X: no S x S array is made.
-        vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
+        vectors = _eigenvectors(sum_outer_products(group_heads(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
         by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
-        return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
+        return lax.dynamic_slice_in_dim(by_head, over_heads.first_head(K), K, 1), None
 
 
 @jax.custom_jvp

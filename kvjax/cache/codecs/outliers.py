@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import slots_where, top
-from kvjax.cache.eviction.representatives import Count, check_share, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, check_share, fraction_of
 from kvjax.core import memory
+from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
 
 
@@ -30,7 +30,7 @@ class Outliers:
     def __post_init__(self):
         check_share(self.share)
 
-    def num_per_side(self, length: Count) -> Count:
+    def num_per_side(self, length: IntOrArray) -> IntOrArray:
         """The number of outliers among the largest numbers of a vector, and among the smallest."""
         return fraction_of(self.share / 2, length)
 
@@ -60,8 +60,8 @@ class Outliers:
     def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
         """`find` for vectors [B K V n], whose numbers are real where bool[B K V n]."""
         x, count = vectors.astype(jnp.float32), self.num_per_side(real.sum(-1, dtype=jnp.int32))
-        largest = top(x, real, count)
-        is_outlier = largest | top(-x, real & ~largest, count)
+        largest = top_k_mask(x, real, count)
+        is_outlier = largest | top_k_mask(-x, real & ~largest, count)
         counts = real if self.mean_of_all else real & ~is_outlier
         total = jnp.where(counts, x, 0.0).sum(-1, keepdims=True)
         mean = total / jnp.maximum(counts.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -100,7 +100,7 @@ class TokenOutliers(Outliers):
     def insert(self, stored: TokenOutlierState | None, x: Array, idx: Array) -> Array:
         if stored is None:
             return x
-        stored_channel, value = memory.rows(stored.channel, idx), memory.rows(stored.value, idx)
+        stored_channel, value = memory.gather_tokens(stored.channel, idx), memory.gather_tokens(stored.value, idx)
         channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None, None]
         matches = stored_channel.astype(jnp.int32)[..., None] == channel  # [B K n N H]
         return jnp.where(matches.any(3), jnp.take_along_axis(value, jnp.argmax(matches, 3), 3), x)
@@ -108,7 +108,7 @@ class TokenOutliers(Outliers):
     def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
         """Channels and values of the outliers, [B K n N]."""
         B, K, n, H = x.shape
-        channel = slots_where(is_outlier.reshape(B, K * n, H), self.num_outliers(H)).reshape(B, K, n, -1)
+        channel = mask_to_slots(is_outlier.reshape(B, K * n, H), self.num_outliers(H)).reshape(B, K, n, -1)
         channel = jnp.maximum(channel, 0)  # a slot without a token has no outliers
         return channel.astype(jnp.uint8 if H <= 256 else jnp.uint16), jnp.take_along_axis(x, channel, 3)
 
@@ -173,6 +173,6 @@ class ChannelOutliers(Outliers):
     def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
         """Indices among the tokens, -1 where unused, and values of the outliers, [B K N H]."""
         B, K, n, H = x.shape
-        index = slots_where(is_outlier.swapaxes(2, 3).reshape(B, K * H, n), self.num_outliers(n))
+        index = mask_to_slots(is_outlier.swapaxes(2, 3).reshape(B, K * H, n), self.num_outliers(n))
         index = index.reshape(B, K, H, -1).swapaxes(2, 3)
         return index, jnp.take_along_axis(x, jnp.maximum(index, 0), 2)

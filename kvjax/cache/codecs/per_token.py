@@ -57,14 +57,16 @@ class PerTokenCodec(Codec):
         return QuantizedTokens(jax.tree.map(memory.pack, self._quantize(x)), H, x.dtype.name)
 
     def decode(self, stored: QuantizedTokens) -> Array:
-        return self._dequantize(memory.each(memory.unpack, stored.parts), stored.dtype)
+        return self._dequantize(memory.map_buffers(memory.unpack, stored.parts), stored.dtype)
 
     def append(self, stored: QuantizedTokens, x: Array, at: Array) -> QuantizedTokens:
-        parts = memory.each(lambda buffer, new: memory.append(buffer, new, at), stored.parts, self._quantize(x))
+        parts = memory.map_buffers(lambda buffer, new: memory.append(buffer, new, at), stored.parts, self._quantize(x))
         return dataclasses.replace(stored, parts=parts)
 
     def gather(self, stored: QuantizedTokens, idx: Array) -> Array:
-        return self._dequantize(memory.each(lambda buffer: memory.rows(buffer, idx), stored.parts), stored.dtype)
+        return self._dequantize(
+            memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, idx), stored.parts), stored.dtype
+        )
 
     def scores(self, q: Array, stored: QuantizedTokens) -> Array:
         size, slots, decode = self._tiles(stored)
@@ -92,7 +94,9 @@ class PerTokenCodec(Codec):
         B, K, S, _ = jax.tree.leaves(stored.parts)[0].shape
 
         def decode_tile(row: Array, num_rows: int, start: Array | int, count: int) -> Array:
-            tile = memory.each(lambda buffer: memory.piece(buffer, row, num_rows, start, count), stored.parts)
+            tile = memory.map_buffers(
+                lambda buffer: memory.slice_tokens(buffer, row, num_rows, start, count), stored.parts
+            )
             return self.quantizer.decode(tile)
 
         return blockwise.tile_size(B * K, S, stored.H), S, decode_tile

@@ -76,7 +76,7 @@ def _rank(order: Array, pos: Array) -> Array:
     return lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), flat).reshape(pos.shape)
 
 
-def at_least(method: str, **fields: tuple[int, int]) -> None:
+def check_minimum(method: str, **fields: tuple[int, int]) -> None:
     """Raises KvjaxError unless each field, given as (value, least), is at least `least`."""
     for name, (value, least) in fields.items():
         if value < least:
@@ -90,20 +90,20 @@ def require_observation(observation: Observation | None, method: str, which: str
     return observation
 
 
-def newest_first(score: Array, pos: Array) -> Array:
+def sort_newest_first(score: Array, pos: Array) -> Array:
     """Slots i32[B K S] from the highest score to the lowest; the newer token first among equals, empty slots last."""
     slot = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None], pos.shape)
     return lax.sort(((pos < 0).astype(jnp.int32), -score, -pos, slot), dimension=2, num_keys=3)[3]
 
 
-def best(score: Array, pos: Array, count: int) -> Array:
+def top_slots(score: Array, pos: Array, count: int) -> Array:
     """The slots i32[B K n] of the `count` tokens of highest score f32[B K S], -1 in unused places."""
-    order = newest_first(score, jnp.broadcast_to(pos, score.shape))[:, :, :count]
+    order = sort_newest_first(score, jnp.broadcast_to(pos, score.shape))[:, :, :count]
     held = jnp.take_along_axis(jnp.broadcast_to(pos, score.shape), order, 2)
     return jnp.where(held >= 0, order, -1)
 
 
-def without_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Array:
+def evict_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Array:
     """pos i32[B K S] after the token of the lowest rank f32[B K S] has left, of equals the oldest.
 
     may_leave bool[B K S]: the tokens among which it is. real bool[B 1 1]: rows that took a token; of these only heads
@@ -116,13 +116,13 @@ def without_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Ar
     return jnp.where(full & lowest & (pos == oldest), -1, pos)
 
 
-def marks_at(marks: Array, chosen: Array, slots: int) -> Array:
+def policy_state_at(marks: Array, chosen: Array, slots: int) -> Array:
     """Marks [B K T] of a prompt's tokens at chosen i32[B K n], as those of the first n of `slots` slots; else 0."""
     kept = jnp.take_along_axis(marks, jnp.maximum(chosen, 0), 2)
     kept = jnp.where(chosen >= 0, kept, jnp.zeros((), marks.dtype))
     return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
 
 
-def first_empty(pos: Array) -> Array:
+def first_empty_slot(pos: Array) -> Array:
     """i32[B 1|K]: an empty slot of each head."""
     return jnp.argmin(pos, 2).astype(jnp.int32)

@@ -17,7 +17,7 @@ from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, KVBlock
 
 
-def mean_over_bare(
+def mean_over_pre_rope(
     observation: Observation,
     counted: Array,
     rope: Rope,
@@ -49,8 +49,8 @@ def mean_over_bare(
     return jax.tree.map(lambda x: x / number.reshape(-1, *(1,) * (x.ndim - 1)), sums)
 
 
-def sum_of_queries(q: Array, counts: Array) -> Array:
-    """f32[B K G H]: what makes `mean_over_bare` the mean query of each head."""
+def sum_queries(q: Array, counts: Array) -> Array:
+    """f32[B K G H]: what makes `mean_over_pre_rope` the mean query of each head."""
     return q.sum(3)
 
 
@@ -59,7 +59,7 @@ def next_position(block: KVBlock) -> Array:
     return block.pos.max(2)[:, :1] + 1
 
 
-def turned_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
+def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     """Bare vectors x f32[B K G n H] in the mean of their rotations to positions ahead of a block.
 
     steps: i32[n], counted from the next token's position. The mean of rotations is shorter than any of them.
@@ -69,6 +69,6 @@ def turned_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     return rotate(x, cos, sin)
 
 
-def still_seen(block: KVBlock, window: int | None) -> Array:
+def visible_to_next_query(block: KVBlock, window: int | None) -> Array:
     """bool[B 1|K 1 S]: the slots that the next token's query can see; a sliding window only ever loses more."""
     return visible(block.pos, next_position(block), window)[:, :, :, 0]

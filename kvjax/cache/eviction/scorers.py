@@ -31,7 +31,7 @@ class Scorer:
     num_queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
     needs_output = False  # whether it looks at the layer's output projection, `Observation.output_projection`
     needs_hidden = False  # whether it looks at the prompt's hidden states, `Observation.hidden_states`
-    comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
+    is_comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
     # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
     replay: Replay | None = None
 
@@ -64,17 +64,17 @@ def token_scores(kv: Array, block: KVBlock) -> Scores:
     return head_scores(kv[:, :, None], kv, block)
 
 
-def below_others(scores: Array, which: Array) -> Array:
+def rank_below_others(scores: Array, which: Array) -> Array:
     """Scores of 0 and more, with those of some tokens below all others and in the same order among themselves."""
     return jnp.where(which, -1.0 / (1.0 + scores), scores)
 
 
-def in_window(observation: Observation, queries: int) -> Array:
+def window_query_mask(observation: Observation, queries: int) -> Array:
     """bool[B Q]: which of the queries are among a row's last so many."""
     return (observation.pos >= 0) & (observation.pos > observation.pos.max(-1, keepdims=True) - queries)
 
 
-def before_window(block: KVBlock, queries: int) -> Array:
+def pre_window_mask(block: KVBlock, queries: int) -> Array:
     """bool[B 1|K S]: the slots before a row's last so many tokens; rows left-aligned."""
     real = block.pos >= 0
     return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - queries
@@ -87,7 +87,7 @@ def check_kernel(kernel: int) -> None:
         raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {kernel}; use {near}")
 
 
-def pooled(x: Array, inside: Array, kernel: int, pool: str) -> Array:
+def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
     """x f32[... S] pooled along S over `kernel` neighbours inside bool[... S], with stride 1 (torch's rules).
 
     "avg" divides by `kernel` at the edges too, "max" ignores what lies beyond them. What is not inside may be anything.
@@ -99,7 +99,7 @@ def pooled(x: Array, inside: Array, kernel: int, pool: str) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Scorer):
+class WindowAttention(Scorer):
     """Attention of a row's last `num_queries` prompt queries, pooled along the tokens before them (SnapKV, 2404.14469).
 
     Mean over the queries (the paper's sum ranks alike). Pooling runs over the tokens before the window only, with
@@ -124,7 +124,7 @@ class Window(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         raw = self.received(block, self.require_observation(observation), spec)
-        before = before_window(block, self.num_queries)
+        before = pre_window_mask(block, self.num_queries)
         heads = self._pooled(raw, before[:, :, None])
         reduce = jnp.mean if self.reduce == "mean" else jnp.max
         kv = self._pooled(reduce(raw, 2), before) if self.reduce_first else reduce(heads, 2)
@@ -132,15 +132,15 @@ class Window(Scorer):
 
     def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         """f32[B K G S]: what each slot gets from the window's queries, before any pooling."""
-        mine = in_window(observation, self.num_queries).astype(jnp.float32)
+        mine = window_query_mask(observation, self.num_queries).astype(jnp.float32)
         return attention_mass(block, observation, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)[0]
 
     def _pooled(self, x: Array, before: Array) -> Array:
-        return jnp.where(before, pooled(x, before, self.kernel, self.pool), 1.0 + x)
+        return jnp.where(before, pool_scores(x, before, self.kernel, self.pool), 1.0 + x)
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated(Scorer):
+class AccumulatedAttention(Scorer):
     """Attention summed over all prompt queries, mean over a key/value head's query heads (H2O, 2306.14048).
 
     normalise: "visible" divides by the number of queries that can see the token (kvpress' observed attention), "none"

@@ -14,7 +14,7 @@ from kvjax.cache.codecs.base import Plain
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.core import memory
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
@@ -56,7 +56,7 @@ class Index:
 
     def load(self, reader_state: Any) -> Any:
         """Returns the summaries as `score` takes them, from the stored form of `build` and `append`."""
-        return memory.each(memory.unpack, reader_state)
+        return memory.map_buffers(memory.unpack, reader_state)
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Any:
         """`build` for a prompt; override it in an index that observes the prompt's queries."""
@@ -81,9 +81,9 @@ class Index:
         first = at // self.size
         touched = first[:, :, None] + jnp.arange(num_units, dtype=jnp.int32)[None, None]
         touched = jnp.broadcast_to(touched, (B, K, num_units))
-        before = memory.each(lambda buffer: memory.rows(buffer, touched), reader_state)
+        before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
         after = self.join(before, self.summarize(*self.split_units(new, at % self.size, num_units)))
-        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
+        return memory.map_buffers(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
 
     def split_units(self, block: KVBlock, offset: Array, num_units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block begins at place offset i32[B 1] of a unit."""
@@ -256,6 +256,6 @@ def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, 
     is_visible = (pos >= 0) & (pos <= t)
     if layer.spec.window is not None:
         is_visible &= pos > t - layer.spec.window
-    p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, NEG))
+    p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.base import QUERY_BLOCK, map_query_blocks
 from kvjax.cache.side_store.base import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
@@ -66,15 +66,15 @@ class PrecisionTiers(SideStore):
             block = layer.selected(block, observation, max_kept)
         block = block.clean()
         is_low = self.low_tier_mask(layer, block, observation)
-        main = gather(block, slots_where((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))
-        low = gather(block, slots_where(is_low, max(self.low_tier_tokens(max_kept), 1)))
+        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))
+        low = gather_tokens(block, mask_to_slots(is_low, max(self.low_tier_tokens(max_kept), 1)))
         return main, self.encode_low_tier(low, block, observation)
 
     def _max_kept(self, layer: MethodLayer, width: int, slots: int) -> int:
         """Most tokens that a prompt of up to `width` leaves, if those of the main slots fit into `slots`."""
         method = layer.method
         if method.select is not None and method.layer_budgets is None:
-            width = method.select.most_of(width)
+            width = method.select.max_kept_up_to(width)
         return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -85,7 +85,7 @@ class PrecisionTiers(SideStore):
             s = self.k.scores(q, keys)
             if store.bias is not None:
                 s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
         return map_query_blocks(attend, q, q_pos, QUERY_BLOCK)
@@ -142,4 +142,4 @@ class ScoredTiers(PrecisionTiers):
         num_low = fraction_of(self.share, length)
         first_recent = length - fraction_of(self.recent, length - num_low)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
-        return top(-scores, slot < first_recent[:, None, None], num_low)
+        return top_k_mask(-scores, slot < first_recent[:, None, None], num_low)

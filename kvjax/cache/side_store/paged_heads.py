@@ -18,13 +18,13 @@ from jax import lax
 
 from kvjax.cache.codecs.base import PagedArrays
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
-from kvjax.cache.eviction.ranking import BestOfLayer, Counted
+from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, attend_dense, mix, visible
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -84,9 +84,9 @@ class PagedHeads(SideStore):
     ) -> tuple[KVBlock, PagePools]:
         select = layer.method.select
         assert select is not None
-        max_kept, head_budgets = select.most_of(block.pos.shape[2]), self.head_budgets
+        max_kept, head_budgets = select.max_kept_up_to(block.pos.shape[2]), self.head_budgets
         if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
-            head_budgets = Counted(observation.num_kept, select.unit.size)
+            head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
         kept = layer.selected(block, observation, max_kept, head_budgets)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._fill_pools(layer, kept, self._pages_per_pool(layer, max_kept, block.pos.shape[2]))
@@ -131,7 +131,7 @@ class PagedHeads(SideStore):
     def _fill_pools(self, layer: MethodLayer, kept: KVBlock, num_pages: int) -> PagePools:
         """Distributes the heads' tokens, left-aligned in `kept`, over the pools of this device."""
         num_local = kept.k.shape[1]
-        page = (over_heads.first(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
+        page = (over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
         page = page + jnp.arange(num_pages, dtype=jnp.int32)[None]  # i32[K pages], numbered over all devices
         length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
         owner, token = _assign_pages(length, page, self.page)
@@ -168,7 +168,9 @@ class PagedHeads(SideStore):
             attend_pages = _attend_side_by_side if is_short else attend_dense
             part = attend_pages(owners_q, block, q_pos, layer.spec.window)
             merged = _merge_by_owner(part, owner, all_q.shape[1])
-            return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(num_local), num_local, 1) for x in merged))
+            return Partial(
+                *(lax.dynamic_slice_in_dim(x, over_heads.first_head(num_local), num_local, 1) for x in merged)
+            )
 
         return map_query_blocks(attend, q, q_pos, 64)
 
@@ -222,7 +224,7 @@ class PagedHeads(SideStore):
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
-            ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
+            ("select", m.select.scope == "layer", "with per='layer' all heads keep the same tokens"),
             (
                 "layer_budgets",
                 m.layer_budgets is not None and not m.layer_budgets.by_head,
@@ -275,9 +277,9 @@ def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | N
     s = jnp.moveaxis(s.reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
-    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
+    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, MASKED_LOGIT)[:, 0]
     m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
-    p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
+    p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))
 
@@ -285,7 +287,7 @@ def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | N
 def _merge_by_owner(part: Partial, owner: Array, num_heads: int) -> Partial:
     """Merges partials of this device's pages [B P G T ..] by log-sum-exp into those of all heads [B K G T ..]."""
     is_own = owner[:, :, None] == jnp.arange(num_heads, dtype=jnp.int32)[None, None]  # [B P K]
-    m = over_heads.max(jnp.where(is_own[..., None, None], part.m[:, :, None], NEG))[:, 0]
+    m = over_heads.max(jnp.where(is_own[..., None, None], part.m[:, :, None], MASKED_LOGIT))[:, 0]
     weight = jnp.exp(part.m - jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1))
 
     def sum_pages(x: Array) -> Array:

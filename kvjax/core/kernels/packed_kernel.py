@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.types import Array
 
 QUERY_ROWS = 8  # queries of a program; with both halves 16 rows, the side of a tile of a tensor core
@@ -170,7 +170,10 @@ def kernel(plan: Plan, q_ref, *refs):
 
     num_blocks = pl.cdiv(jnp.maximum(pl.cdiv(num_quantized, plan.per * WORD_ROWS) - split, 0), splits)
     o = (jnp.zeros((2 * QUERY_ROWS, plan.chunk), jnp.float32),) * (plan.channels // plan.v_group)
-    m, l = jnp.full((2 * QUERY_ROWS,), NEG, jnp.float32), jnp.zeros((2 * QUERY_ROWS, 2 * WORD_ROWS), jnp.float32)
+    m, l = (
+        jnp.full((2 * QUERY_ROWS,), MASKED_LOGIT, jnp.float32),
+        jnp.zeros((2 * QUERY_ROWS, 2 * WORD_ROWS), jnp.float32),
+    )
     o, m, l = lax.fori_loop(0, num_blocks, attend_block, (o, m, l))
 
     # Merges both halves, and leaves the powers of two.
@@ -182,7 +185,7 @@ def kernel(plan: Plan, q_ref, *refs):
         x = (x.reshape(2, QUERY_ROWS, plan.chunk) * w[..., None]).sum(0)
         mask = real[:, None] & (col < plan.v_group)
         triton.store(o_ref.at[row[:, None], c * plan.v_group + col], x, mask=mask)
-    triton.store(m_ref.at[row], jnp.where(top > NEG / 2, top * math.log(2), NEG), mask=real)
+    triton.store(m_ref.at[row], jnp.where(top > MASKED_LOGIT / 2, top * math.log(2), MASKED_LOGIT), mask=real)
     triton.store(l_ref.at[row], (l * w).sum(0), mask=real)
 
 
@@ -201,11 +204,11 @@ def _attend_block(head: _Head, q, q_pos, first, carry):
         s = []
         for j in steps:
             x = dot(q, keys(j).T) * (math.log2(math.e) * plan.channels**-0.5)
-            s.append(jnp.where(head.is_visible(q_pos, first, j), x, NEG))
+            s.append(jnp.where(head.is_visible(q_pos, first, j), x, MASKED_LOGIT))
         values = values or head.values(first)  # once for all steps, after the first scores
         top = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(1))
         shrink = jnp.exp2(m - top)[:, None]
-        p = [jnp.where(x > NEG / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
+        p = [jnp.where(x > MASKED_LOGIT / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
         o, m, l = [x * shrink for x in o], top, functools.reduce(jnp.add, p, l * shrink)
         for j, x in zip(steps, p, strict=True):
             x = _interleave_columns(jnp.where(is_upper, x, 0.0), jnp.where(is_upper, 0.0, x)).astype(plan.dtype)

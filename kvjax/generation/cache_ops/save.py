@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
-from kvjax.cache.shared_prefix import Shared, SharedState
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
-from kvjax.core.mesh import layer_axes
+from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -26,7 +26,7 @@ from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.methods.method_hash import identity, is_ones_own
-from kvjax.methods.strings import method_of, name_of, parts_of
+from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 
@@ -70,7 +70,7 @@ def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
 
 def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:
     """The method that the file names, or the given one, which must be that one."""
-    known = parts_of(name) != ()
+    known = split_methods(name) != ()
     if given is None:
         if not known:
             raise KvjaxError(
@@ -107,7 +107,7 @@ def _layers(
 
 def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
     """An array of a layer on the model's devices, in the kind of memory that it came from."""
-    axes = "" if model.mesh is None else layer_axes(x.shape, rows, model.config.kv_heads)
+    axes = "" if model.mesh is None else axes_of_layer_array(x.shape, rows, model.config.kv_heads)
     there = place(model, x, axes)
     return jax.device_put(there, memory.HOST) if host else there
 
@@ -122,7 +122,7 @@ def _trees(
     layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """The structures that the first of these arrays may have, of so many rows if that is known."""
-    if isinstance(layer, Shared):
+    if isinstance(layer, SharedPrefixLayer):
         yield from _shared_trees(layer, model, rows, capacity, arrays)
         return
     counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
@@ -141,7 +141,7 @@ def _trees(
 
 
 def _shared_trees(
-    layer: Shared, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+    layer: SharedPrefixLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """Those of prefixes and of what rows have behind them."""
     prefix, own = layer.parts
@@ -152,7 +152,7 @@ def _shared_trees(
             held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
             leaf: Any = 0
             for members in (None, leaf):
-                yield jax.tree.structure(SharedState(*held, before=leaf, members=members))
+                yield jax.tree.structure(SharedPrefixState(*held, before=leaf, members=members))
 
 
 def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:

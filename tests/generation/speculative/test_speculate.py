@@ -1,0 +1,180 @@
+"""Speculative decoding: no token changes when greedy, and no probability when sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax import IncompatibleMethod, KvjaxError
+from kvjax.engine.sampling import SamplingParams
+from kvjax.generation.compiled import jit_with
+from kvjax.generation.speculative import acceptance
+from kvjax.generation.speculative.acceptance import acceptance_probabilities, moved, shift
+from kvjax.generation.speculative.speculation_loop import all_rounds
+from kvjax.models.sharding import param_shardings
+from kvjax.testing import toy_model
+from tests.oracles import speculation as oracle
+
+MODEL = toy_model(layers=1, windows=(25,), vocab_size=96)
+RNG = np.random.default_rng(0)
+PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ in range(2))
+QUEST = "quest:budget=6,page=2,device_layers=0"
+FREE = {"max_new_tokens": 17, "eos_ids": ()}
+DRAWN = {**FREE, "temperature": 1.3, "top_p": 0.9}
+judge = jax.jit(acceptance.judge)
+
+
+def test_greedy_is_what_generate_gives():
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **FREE)
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    assert out.finish_reasons == ["length"] * 3 and out.text is None and out.rows == 3
+    assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
+    for tokens, accepted, drafted in zip(out.tokens, out.accepted, out.drafted, strict=True):
+        rounds = drafted // 3
+        assert drafted % 3 == 0 and 0 <= accepted + rounds - (len(tokens) - 1) <= 3  # too many in the last round only
+    programs = []
+    for ends in ((out.tokens[0][4], out.tokens[1][9]), (out.tokens[0][3], out.tokens[1][8])):
+        cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **{**FREE, "eos_ids": ends})
+        assert cut.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**FREE, "eos_ids": ends}).tokens
+        assert cut.finish_reasons[:2] == ["stop"] * 2 and len(cut.tokens[0]) <= 5
+        programs.append(jit_with(all_rounds, ("ahead", "targets"), ("rounds",))._cache_size())
+    assert programs[0] == programs[1]  # other ids to end at need no other program
+
+
+def test_another_model_drafts_from_a_shorter_text():
+    drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
+    out = kvjax.speculative.speculate(
+        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE
+    )
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.total.values()) > 0
+    assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
+
+
+def test_two_devices_do_what_one_does():
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
+    spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
+    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, ahead=3, **FREE) for m in (MODEL, spread))
+    assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
+
+
+def test_sampling_from_an_equal_draft_accepts_everything_and_is_what_generate_draws():
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, "full", **DRAWN, seed=3)
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **DRAWN, seed=3).tokens
+    assert out.acceptance == 1.0 and out.accepted == out.drafted == [16] * 3 and out.verifier_calls == 4
+
+
+def test_sampled_rows_depend_on_the_seed_and_on_no_neighbour():
+    def drawn(prompts, guide, **more) -> kvjax.speculative.Speculation:
+        return kvjax.speculative.speculate(MODEL, prompts, "full", draft_prompts=guide, **{**DRAWN, **more})
+
+    one = drawn(PROMPTS, OTHERS, seed=3)
+    assert 0 < one.acceptance < 1 and len({*map(tuple, one.tokens)}) == 3
+    neighbours = drawn([PROMPTS[0], *OTHERS[1:]], [OTHERS[0], *PROMPTS[1:]], seed=3)
+    assert neighbours.tokens[0] == one.tokens[0] and neighbours.accepted[0] == one.accepted[0]
+    assert drawn(PROMPTS, OTHERS, seed=4).tokens != one.tokens
+    # So few tokens are left to draw from that it is greedy, and a draft without influence stays without it.
+    only = drawn(PROMPTS, OTHERS, top_p=1e-6)
+    assert only.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    swayed = drawn(PROMPTS, OTHERS, seed=3, transfer=20.0)
+    assert swayed.acceptance > one.acceptance and swayed.tokens != one.tokens
+
+
+LOGITS = 2 * RNG.standard_normal((2, 4, 6))  # of the verifier and of the draft, at four places
+
+
+def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """What `judge` does at one place: (f64[V] the chance that each drafted token has, f64[V] what follows a rejection).
+
+    The chance is found from both sides: a number just below it accepts the token, one just above it rejects it.
+    """
+    V, how, s = len(z), shift(m, 0.1), SamplingParams(1.0).sampler()
+    drafted = jnp.arange(V, dtype=jnp.int32)[:, None]
+    near = moved(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
+    p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (near, y))
+    chance = acceptance_probabilities(p, q, drafted)
+    verified = jnp.broadcast_to(jnp.float32(np.stack([z, z])), (V, 2, V))
+    offered = jnp.broadcast_to(jnp.float32(y), (V, 1, V))
+    below, bonus = judge(s, how, verified, offered, drafted, chance - 1e-6)
+    above, rest = judge(s, how, verified, offered, drafted, chance + 1e-6)
+    assert below.tolist() == [1] * V and above.tolist() == [0] * V
+    np.testing.assert_allclose(bonus, np.tile(oracle.softmax(z), (V, 1)), atol=1e-6)  # behind the last: the verifier's
+    np.testing.assert_allclose(rest, np.tile(rest[:1], (V, 1)), atol=1e-6)
+    return np.asarray(chance[:, 0], np.float64), np.asarray(rest[0], np.float64)
+
+
+@pytest.mark.parametrize("m", [0.0, 3.0])
+def test_a_place_is_judged_as_the_oracle_judges_it(m):
+    for z, y in LOGITS.swapaxes(0, 1):
+        for mine, yours in zip(one_place(z, y, m), oracle.outcome(z, y, m), strict=True):
+            np.testing.assert_allclose(mine, yours, atol=2e-6)
+
+
+def test_what_comes_out_is_distributed_as_the_verifiers_tokens():
+    """Over all drafted tokens: drawn and accepted, or rejected and drawn anew. Transfer gives that up."""
+    for z, y in LOGITS.swapaxes(0, 1):
+        q = oracle.softmax(y)
+        for m, lossless in ((0.0, True), (3.0, False)):
+            accept, rest = one_place(z, y, m)
+            out = q * accept + (q * (1 - accept)).sum() * rest
+            np.testing.assert_allclose(out.sum(), 1, atol=1e-5)
+            assert np.allclose(out, oracle.softmax(z), atol=1e-5) == lossless
+
+
+def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
+    z, y = jnp.float32(LOGITS)
+    greedy, how = SamplingParams().sampler(), shift(0.0, 0.1)
+    own = z.argmax(-1).astype(jnp.int32)
+    guesses = jnp.where(z == z.max(-1, keepdims=True), 9.0, y)[None, :3]
+    for wrong, count in ((None, 3), (0, 0), (1, 1)):
+        drafted, offers = own[None, :3], guesses
+        if wrong is not None:
+            drafted = drafted.at[0, wrong].set((own[wrong] + 1) % 6)
+            offers = offers.at[0, wrong, (own[wrong] + 1) % 6].set(99.0)
+        accepted, rest = judge(greedy, how, z[None], offers, drafted, jnp.zeros((1, 3)))
+        assert accepted.tolist() == [count] and rest.argmax(-1).tolist() == [int(own[count])] and rest.sum() == 1
+    # A number of 1 is never drawn: with it even equals are rejected, and what is left is not NaN.
+    accepted, rest = judge(SamplingParams(1.0).sampler(), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
+    assert accepted.tolist() == [0]
+    np.testing.assert_allclose(rest[0], oracle.softmax(LOGITS[0, 0]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"ahead": 0}, "ahead must be an integer from 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1"),
+        ({"temperature": -1.0}, "temperature must be a number"),
+        ({"transfer": -1.0}, "transfer must be 0 .lossless. or a positive number, got -1"),
+        ({"transfer": float("nan")}, "got nan"),
+        ({"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5; RAPID uses 0.1"),
+        ({"draft_prompts": [[1]]}, "1 draft_prompts for 3 prompts; give one per prompt"),
+        ({"draft_model": toy_model(layers=1, vocab_size=97)}, "has 97 tokens .* the verifier 96; draft with a model"),
+        ({"capacity": 50}, "capacity 50 is too small: the longest prompt has 40 tokens and 21 more"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(more, says):
+    with pytest.raises(KvjaxError, match=says):
+        kvjax.speculative.speculate(MODEL, PROMPTS, "full", **{**FREE, **more})
+
+
+@pytest.mark.parametrize(
+    ("draft", "method", "says"),
+    [
+        ("snapkv:budget=8,window=4", "full", "draft='snapkv:budget=8,window=4' cannot give .* back: slot `select`"),
+        ("full", "h2o:heavy=8,recent=8", "method='h2o:heavy=8,recent=8' cannot give .*: slot `decode`"),
+        (f"int4 + {QUEST}", "full", "slot `k`, Rows, holds keys inexactly"),
+        ("specache:group=8,residual=8,topk=8", "full", "already guesses ahead by itself"),
+        ("kivi:bits=2,group=8,residual=8", "full", "draft='kivi.* could not give rejected tokens back in round"),
+    ],
+)
+def test_a_method_that_cannot_go_back_is_refused(draft, method, says):
+    with pytest.raises(IncompatibleMethod, match=says + ".*take one that only appends, .*'quest:budget=256'"):
+        kvjax.speculative.speculate(MODEL, PROMPTS, draft, method, **FREE)
