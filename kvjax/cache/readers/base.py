@@ -108,22 +108,14 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
 
 
 def normalize_weights(p: Array, l: Array) -> Array | None:
-    """The softmax weights of a single query, from its exponentials and their sum.
-
-    None for several queries: no decode policy asks for their weights, which would be a large array.
-    """
+    """The softmax weights of a single query, from exponentials and sum; None for several, which no policy asks for."""
     return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
 
 
 def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
     """Computes attend(q, q_pos, *more) for n queries at a time, one block after the other.
 
-    Args:
-      attend: returns a pytree of arrays [B K G T ...], such as a Partial or a ReadResult.
-      q: [B K G T H].
-      q_pos: i32[B T].
-      n: queries of a block.
-      *more: further arrays with one entry per query, [B K G T ...].
+    `attend` returns a pytree of arrays [B K G T ...], such as a Partial; `more` are further arrays [B K G T ...].
     """
     T = q.shape[3]
     if T <= n:

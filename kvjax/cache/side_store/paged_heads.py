@@ -247,15 +247,10 @@ class PagedHeads(SideStore):
 
 
 def _assign_pages(length: Array, page: Array, page_slots: int) -> tuple[Array, Array]:
-    """Assigns pages to heads in order, to each head as many as its tokens need.
+    """Assigns pages to heads in order, to each head as many as its tokens, i32[B K], need.
 
-    Args:
-      length: i32[B K], tokens of each head of the layer.
-      page: i32[K P], numbers of this device's pages.
-      page_slots: slots of a page.
-
-    Returns:
-      The head of each page i32[B K P], and the token of that head in each slot i32[B K R]; -1 where unused.
+    Returns the head of each of this device's pages, numbers i32[K P] -> i32[B K P], and the token of that head in each
+    of their slots, i32[B K R]; -1 where unused.
     """
     num_pages = -(-length // page_slots)
     end = jnp.cumsum(num_pages, 1, dtype=jnp.int32)
