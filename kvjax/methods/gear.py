@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.outliers import ByChannel, ByToken
+from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
+from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
 from kvjax.cache.codecs.residual import LowRankResidual
-from kvjax.cache.codecs.tokens import Tokens
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -46,6 +45,6 @@ def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, ever
     Attention in the prompt is exact.
     """
     return Method(
-        k=LowRankResidual(Channels(bits, every), ByChannel(share), rank, later),
-        v=LowRankResidual(Tokens(bits, every), ByToken(share), rank, later),
+        k=LowRankResidual(Channelwise(bits, every), ChannelOutliers(share), rank, later),
+        v=LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later),
     )

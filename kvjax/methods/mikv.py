@@ -6,18 +6,19 @@ import dataclasses
 
 from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.chunk_quant import Tokenwise
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(PromptAdaptiveTiers, Tier):
+class BalancedTier(PromptAdaptiveTiers, ScoredTiers):
     """A low tier whose keys are brought into balance by all queries and keys of the prompt."""
 
 
@@ -54,10 +55,10 @@ def mikv(
     they came (the paper: 16 or 8). group: channels of a token that share a scale; 0: the whole row. balance: whether
     keys are weighted by channel. Attention in the prompt is exact.
     """
-    coded = Tokens(low, group=group)
-    held = Rows(MinMax(high)) if high else Plain()
+    coded = Tokenwise(low, group=group)
+    held = PerTokenCodec(MinMax(high)) if high else Plain()
     if balance:
         tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
+        tier = ScoredTiers(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -47,7 +47,11 @@ def mean_over_pre_rope(
 
     # A block at a time: without rotation queries are float32, and all of them at once would outgrow the prompt's keys.
     size = min(queries_at_once, observation.pos.shape[1])
-    blocks = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1), cut(counted, 1, size)
+    blocks = (
+        split_blocks(observation.q, 3, size),
+        split_blocks(observation.pos, 1, size, -1),
+        split_blocks(counted, 1, size),
+    )
     shapes = jax.eval_shape(sum_block, *(x[0] for x in blocks))
     sums, _ = lax.scan(add, vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), blocks)
     num_counted = jnp.maximum(counted.sum(1, dtype=jnp.int32), 1).astype(jnp.float32)

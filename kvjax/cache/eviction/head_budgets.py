@@ -59,7 +59,7 @@ class HeadTokens(HeadBudgets):
 class MeanOfHeads(Budget):
     """The budget of a selection whose heads keep the tokens of a `HeadTableBudgets`: their mean, rounded up.
 
-    A method holds the rule twice, here for how much a layer keeps and in its `Pages` for which head keeps how much.
+    A method holds the rule twice, here for how much a layer keeps and in `PagedHeads` for which head keeps how much.
     """
 
     heads: HeadTableBudgets | HeadTokens  # bound to a layer, it is `HeadTokens`

@@ -87,7 +87,7 @@ class ModelRanking(LayerBudgets):
 
     def check(self, layer: MethodLayer) -> None:
         method = layer.method
-        if method.side_store is None or not method.side_store.by_head:
+        if method.side_store is None or not method.side_store.has_unequal_heads:
             raise IncompatibleMethod(
                 "a ranking over the model (slot `layer_budgets`) gives heads unequal lengths and needs a store for "
                 "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "
