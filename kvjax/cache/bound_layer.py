@@ -153,17 +153,19 @@ class MethodLayer(StateOperations):
         assert self.method.layer_budgets is not None
         return self.method.layer_budgets.allocate_tokens(self, measures, lengths)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
         store = self._divided_side_store
-        return int(tokens.max()) if store is None else store.slots_for(tokens)
+        return int(tokens.max()) if store is None else store.num_kept_slots(tokens)
 
-    def with_room_for(self, slots: int) -> MethodLayer:
+    def with_kept_slots(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
         store = self._divided_side_store
         if store is None:  # the main slots are sized when the state is made
             return self
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, side_store=store.with_room_for(slots)))
+        return dataclasses.replace(
+            self, method=dataclasses.replace(self.method, side_store=store.with_kept_slots(slots))
+        )
 
     @property
     def _divided_side_store(self) -> SideStore | None:
@@ -289,7 +291,7 @@ class MethodLayer(StateOperations):
                 )
             return extend_token_by_token(at_once, state, q, new, commit, cross_layer)
         if 0 < m.read.prompt_chunk < T:
-            return extend_in_chunks(at_once, state, q, new, commit, cross_layer, m.read.prompt_chunk)
+            return extend_in_chunks(at_once, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
         return at_once(state, q, new, commit, cross_layer)
 
     def _at_once(

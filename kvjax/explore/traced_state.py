@@ -114,13 +114,13 @@ class WatchedLayer:
         """See `BudgetedLayer`."""
         return self._budgeted.divide_budget(measures, lengths)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self._budgeted.slots_for(tokens)
+        return self._budgeted.num_kept_slots(tokens)
 
-    def with_room_for(self, slots: int) -> WatchedLayer:
+    def with_kept_slots(self, slots: int) -> WatchedLayer:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, own=self._budgeted.with_room_for(slots))
+        return dataclasses.replace(self, own=self._budgeted.with_kept_slots(slots))
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """See `BudgetedLayer`."""

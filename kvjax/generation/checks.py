@@ -19,7 +19,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
 from kvjax.generation.memory_plan import bytes_of
 from kvjax.methods.strings import method_of, name_of
-from kvjax.models.config import LARGEST, Config
+from kvjax.models.config import MAX_SIZE, Config
 from kvjax.models.model import Model
 
 SHORTEN = "shorten the text, or use a method that is made for endless text, such as infllm"
@@ -32,7 +32,7 @@ def check_prompts(
 
     slots: of each layer. capacity: tokens per row. width: what rows are padded to. piece: tokens read at a time.
     """
-    if capacity > LARGEST:
+    if capacity > MAX_SIZE:
         raise KvjaxError(
             f"a cache for {capacity:,} tokens per row was asked for, and positions are 32-bit integers; ask for fewer "
             "new tokens, or for less room"

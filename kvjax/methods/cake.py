@@ -26,7 +26,7 @@ class Shifting(WindowAttention):
 
     gamma: float = 200.0
 
-    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         sums, count = _of_window(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 

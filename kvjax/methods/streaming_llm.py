@@ -57,9 +57,9 @@ class SinksAndRecent(Policy):
         oldest = jnp.where(behind, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(full & behind & (pos == oldest), -1, pos), None
 
-    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         if layer.method.select is not None:
-            return super().index(layer, held, pos)
+            return super().cache_positions(layer, held, pos)
         # Without gaps between the recent tokens, the newest position alone tells.
         base = jnp.maximum(held.max(2, keepdims=True) - self.sinks - self.recent, 0)
         return jnp.where(pos < self.sinks, pos, pos - base)

@@ -55,7 +55,7 @@ def test_a_layer_of_components_offers_all_but_what_shared_states_need():
 
 
 def test_what_cannot_be_edited_or_shared_is_told_by_name():
-    with pytest.raises(IncompatibleMethod, match="Bare cannot be read beside other tokens"):
+    with pytest.raises(IncompatibleMethod, match="Bare cannot be read together with other tokens"):
         SharedPrefixMethod(Bare(), kvjax.parse("full")).bind(SPEC)
     layer = kvjax.parse("full").bind(SPEC)
     with pytest.raises(IncompatibleMethod, match="Bare does not say how its cache could give back tokens"):

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.engine.sampling import SamplingParams, apply_filters, sample, sequence_keys
 from kvjax.errors import KvjaxError
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.head_tables import COPIES, RetrievalHeads
+from kvjax.cache.calibration.head_tables import NUM_COPIES, RetrievalHeads
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.head_budgets import ALL_TOKENS
 from kvjax.cache.eviction.selection import SelectedSlots
@@ -97,7 +97,7 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
         want = [oracle.looked_back(a, period) for a in attention[head]]
         np.testing.assert_allclose([found["echo"][head], found["induction"][head]], np.max(want, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
-    assert len(ids) == 1000 and ids[:250] * COPIES == ids and max(ids) < 50
+    assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50
 
 
 def test_merging_alone_leaves_heads_without_loss_bit_for_bit():

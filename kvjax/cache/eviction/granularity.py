@@ -155,8 +155,8 @@ def group_into_units(x: Array, sinks: int, size: int, axis: int = -1) -> Array:
 
 def score_units(scores: Array, sinks: int, granularity: Granularity) -> Array:
     """Scores of tokens f32[B K S] -> of units f32[B K U]; entries beyond a sequence's whole units are arbitrary."""
-    by_unit = group_into_units(scores, sinks, granularity.size)
-    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[granularity.score](by_unit, -1)
+    grouped = group_into_units(scores, sinks, granularity.size)
+    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[granularity.score](grouped, -1)
 
 
 def evictable_mask(split: PromptSplit, num_units: int) -> Array:

@@ -94,7 +94,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
     if layer.method.positions == "cache":
         # Keys are stored before RoPE; keys and queries are rotated to their index in the cache (StreamingLLM).
         assert layer.method.decode is not None
-        rope, index = layer.spec.rope, layer.method.decode.index
+        rope, index = layer.spec.rope, layer.method.decode.cache_positions
         rotated = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
         query_index = index(layer, state.pos, q_pos[:, None])[:, 0]
         s = scores(rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index), rotated)

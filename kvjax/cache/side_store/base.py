@@ -46,11 +46,11 @@ class SideStore:
         """The number of `kept` prompt tokens that stay in the main slots."""
         raise NotImplementedError
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store that `has_unequal_heads`."""
         raise NotImplementedError
 
-    def with_room_for(self, slots: int) -> SideStore:
+    def with_kept_slots(self, slots: int) -> SideStore:
         """Returns the store with this many slots per head on average; of a store that `has_unequal_heads`."""
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.accounting import bytes_beyond
 from kvjax.cache.codecs.base import PagedArrays
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
 from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
@@ -23,7 +24,6 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -121,11 +121,11 @@ class PagedHeads(SideStore):
         # plan of all layers together is never below what they will store.
         return pages + 1 + -(-SHARED_ROUNDING // self.page)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def with_room_for(self, slots: int) -> PagedHeads:
+    def with_kept_slots(self, slots: int) -> PagedHeads:
         return dataclasses.replace(self, slots_per_head=slots)
 
     def _fill_pools(self, layer: MethodLayer, kept: KVBlock, num_pages: int) -> PagePools:

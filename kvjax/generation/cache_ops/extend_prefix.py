@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import Cache, slots_of
+from kvjax.cache.protocol import Cache, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
@@ -49,7 +49,7 @@ def read_after_prefix(
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
     own = capacity - int(before.min())  # no row's own tokens are more
-    num_slots = tuple(slots_of(layer, tuple(lengths.tolist()), own) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own) for layer in plan)
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own))
     one = (len(shared) == 1 or model.mesh is not None) and (which == 0).all()
     if model.mesh is not None and not one:
@@ -89,7 +89,9 @@ class PrefillAfterPrefix(ForwardMode):
         def begin(
             prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
         ) -> Any:
-            return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
+            return layer.prefill_after_prefix(
+                prefix, prefix_lengths, members, q, block, observation, num_slots=call.num_slots
+            )
 
         run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)

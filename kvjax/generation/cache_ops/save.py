@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array
@@ -131,7 +131,7 @@ def _trees(
     if (
         isinstance(layer, BudgetedLayer) and layer.needs.global_budget
     ):  # what it keeps of the prompts has as many slots as one of the arrays
-        layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
+        layers += [layer.with_kept_slots(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
             made, tree = abstract_state(here, model.config, prompt, slots, count, model.dtype)
@@ -157,7 +157,7 @@ def _shared_trees(
 
 def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
     """(tokens of a prompt, slots) that may have led to a state, the likelier ones first."""
-    usual = [slots_of(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
+    usual = [num_layer_slots(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
     seen = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, config.kv_heads)]
     every = list(dict.fromkeys(n for n in (*seen, *usual) if 0 < n <= capacity))
     yield from ((slots, slots) for slots in every)  # what most methods hold depends on the slots alone

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import Cache, KVMethod, Needs, slots_of
+from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target, outer_params
@@ -55,7 +55,7 @@ class FullKV:
         ):
             return self._read_again(method, capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
-        num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+        num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         checks.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)

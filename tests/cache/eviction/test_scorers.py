@@ -79,7 +79,7 @@ def test_queries_are_read_a_few_at_a_time():
     block, obs = batch()
     by = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, at_once=n)) for n in (64, 7))
+        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, block_size=n)) for n in (64, 7))
         for x, y in zip(whole(block, obs, by), parts(block, obs, by), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -88,7 +88,7 @@ def test_queries_are_read_a_few_at_a_time():
 def test_sums_that_are_known_change_nothing(window):
     block, obs = batch()
     _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
-    summed = jax.jit(functools.partial(attention_mass, window=window, at_once=7))
+    summed = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
     by = np.ones(obs.pos.shape, np.float32)
     for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_lse=sums), by), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
