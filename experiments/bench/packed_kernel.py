@@ -2,7 +2,7 @@
 
 python -m experiments.bench.packed_kernel [--bits 2] [--context 32768] [--batches 1,8]
 
-Sides: "kernel", `kvjax.core.kernels.packed_attention.attend` (on a GPU only); "dequantised", its reference, which unpacks
+Sides: "kernel", `packed_attention.attend` (on a GPU only); "dequantised", its reference, which unpacks
 everything; "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla",
 `jax.nn.dot_product_attention` on them, where it supports the shapes. The run stops if two sides disagree. A turn runs
 several times over enough layers to exceed the caches; seconds are per layer. GB/s counts the bytes that a side must
