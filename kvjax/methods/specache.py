@@ -94,7 +94,7 @@ class Speculative(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -110,7 +110,7 @@ class Speculative(Reader):
             rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
             rows = reader_state.rows
-        part, mass = self._mixed(layer, state, s, q, rows, q_pos, guessed)
+        part, mass = self._mixed(layer, state, s, q, rows, q_pos, other_partial)
         if self.speculative:
             with jax.named_scope("prefetch"):  # nothing else in this step waits for it
                 new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
@@ -133,7 +133,7 @@ class Speculative(Reader):
         q: Array,
         rows: Fetched,
         q_pos: Array,
-        guessed: Partial | None,
+        other_partial: Partial | None,
     ) -> tuple[Partial, Array]:
         """Attention over low-bit and fetched slots; and the last query's weight of each slot, f32[B K S]."""
         at = jnp.maximum(rows.idx, 0)
@@ -148,7 +148,7 @@ class Speculative(Reader):
         p, m, l = weights(jnp.where(replaced[:, :, None, None], MASKED_LOGIT, s))
         fetched = attend_scores(hot, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
-        total = part if guessed is None else combine(part, guessed)
+        total = part if other_partial is None else combine(part, other_partial)
 
         def last_share(p: Array, m: Array) -> Array:
             """The last query's softmax weights, over all that it reads, of unnormalised ones with maximum m."""

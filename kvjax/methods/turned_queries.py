@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import still_seen
+from kvjax.cache.eviction.competition import level_components
+from kvjax.cache.eviction.future_queries import visible_to_next_query
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scope import level_slots
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -68,7 +68,7 @@ class TurnedQueries(Scorer):
         asking = observation.pos >= 0
         behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
-        readable = still_seen(block, spec.window)[:, :, :, None]
+        readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, before, there = queries
@@ -146,5 +146,5 @@ def turned_queries(
     """
     return Method(
         select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
-        **level_slots(level, page),
+        **level_components(level, page),
     )

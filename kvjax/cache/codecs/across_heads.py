@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.per_token import hadamard
 from kvjax.cache.protocol import LayerSpec
@@ -29,7 +29,7 @@ class Reordered:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads(CodecWrapper):
+class CrossHeadRotation(CodecWrapper):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
 
     Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.
@@ -42,7 +42,7 @@ class AcrossHeads(CodecWrapper):
     """
 
     heads: int = 4
-    means: Given | None = None
+    means: TableFile | None = None
     spec: LayerSpec | None = None  # of the layer, from `at`
 
     pre_rope: ClassVar[bool] = True
@@ -102,7 +102,7 @@ class AcrossHeads(CodecWrapper):
         """f32[1 K*H]: the mean of the rotated keys that the table was made of."""
         assert self.spec is not None and self.means is not None
         K, H = self.spec.num_kv_heads, self.spec.head_dim
-        mean = self.means.of(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
+        mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._turned(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
     def _order(self, sums: Array, here: int) -> Array:
