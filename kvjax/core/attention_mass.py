@@ -1,4 +1,4 @@
-"""What a method observes of a prompt's queries, and the attention that they give to each slot."""
+"""The observation of a prompt's queries, and the attention weights that they give to each slot."""
 
 from __future__ import annotations
 

@@ -83,17 +83,11 @@ class Rope:
 
     def rotate_queries(self, q: Array, pos: Array) -> Array:
         """`rotate` for queries [B K G T H] at positions i32[B T]."""
-        return self.rotate(_flatten_heads(q), pos[:, None]).reshape(q.shape)
+        return self.rotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
     def unrotate_queries(self, q: Array, pos: Array) -> Array:
         """The inverse of `rotate_queries`."""
-        return self.unrotate(_flatten_heads(q), pos[:, None]).reshape(q.shape)
-
-
-def _flatten_heads(q: Array) -> Array:
-    """[B K G T H] -> [B K*G T H]."""
-    B, K, G, T, H = q.shape
-    return q.reshape(B, K * G, T, H)
+        return self.unrotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
