@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Sequence
 
-from kvjax.methods.pairs import Verdict, judge_pair
+from kvjax.methods.pairs import Verdict, verdict
 from kvjax.methods.registry import FAMILIES, MethodEntry, is_builtin, load_all
 
 
@@ -30,7 +30,7 @@ def family_page(family: str) -> str:
 
 @functools.cache
 def _verdict(a: str, b: str) -> Verdict:
-    return judge_pair(a, b)
+    return verdict(a, b)
 
 
 def pair_verdict(a: str, b: str) -> Verdict:

@@ -10,7 +10,7 @@ from typing import Any
 import kvjax
 from docs.generate.catalogue import recipes
 from docs.generate.methods import planned, prose
-from experiments.methods import measured
+from experiments.methods import read_results
 
 TABLE = Path(__file__).with_name("field.toml")
 
@@ -87,7 +87,7 @@ def notes(rows: list[dict[str, Any]]) -> str:
 
 def page() -> str:
     """The page."""
-    field, found = systems(), measured()
+    field, found = systems(), read_results()
     survey, beside = field["survey"], field["beside"]
     works = sum("methods" in system or "calls" in system for system in survey)
     return f"""---

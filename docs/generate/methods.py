@@ -15,7 +15,7 @@ import kvjax
 from docs.generate.catalogue import by_family, code_list, family_page, pair_verdict, recipes, refusals
 from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
 from docs.generate.parameters import describe
-from experiments.methods import measured
+from experiments.methods import read_results
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
 from kvjax.methods.registry import FAMILIES, MethodEntry
@@ -205,7 +205,7 @@ def _testbed_config() -> Any:
 
 def testbed_table(methods: Sequence[str]) -> str:
     """What was measured on the testbed model; says how to measure what was not."""
-    found = measured()
+    found = read_results()
     names = [name for name in dict.fromkeys(methods) if name in found]
     rows = [_testbed_row(name, found[name]) for name in names]
     heads = ["method", "device, bfloat16", "host, bfloat16", "recall", "code, bits per byte", "predicts as `full`"]

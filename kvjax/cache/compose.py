@@ -33,6 +33,7 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
             continue
         x, y, empty = (getattr(m, field.name) for m in (a, b, default))
         if field.name in ("k", "v"):
+            # A placement is no codec of its own: 'offload + int4' keeps int4 codes on the host.
             codecs = {codec.on_device() for codec in (x, y)} - {Plain()}
             is_taken = len(codecs) > 1
             codec: Codec = codecs.pop() if codecs else Plain()

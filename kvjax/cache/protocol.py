@@ -66,7 +66,7 @@ class Replay:
     """A second pass over the prompt in which the model repeats it chunk by chunk (KVzip, arXiv 2505.23416).
 
     Attributes:
-      chunk_tokens: prompt tokens in a chunk, the part that one repetition copies.
+      chunk_tokens: prompt tokens in a chunk, the part copied by one repetition.
       lead_tokens: tokens before the chunk that are copied too.
       first: instruction before the first chunk; unused without a tokenizer.
       later: instruction before every later chunk.

@@ -114,20 +114,21 @@ class SharedPrefixLayer:
 
     def extend(self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`; new tokens become the sequences' own."""
-        return self._extend(state, q, new, commit, cross_layer, None)
+        return self.extend_with_prefix(state, q, new, commit, cross_layer, None)
 
     def extend_with_prefix(
-        self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+        self,
+        state: SharedPrefixState,
+        q: Array,
+        new: KVBlock,
+        commit: int,
+        cross_layer: Any,
+        other_partial: Partial | None,
     ) -> StepResult:
-        """`ShareableLayer.extend_with_prefix`."""
-        return self._extend(state, q, new, commit, cross_layer, other_partial)
-
-    def _extend(
-        self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other: Partial | None
-    ) -> StepResult:
+        """`ShareableLayer.extend_with_prefix`, of a prefix that continues a prefix where there is another partial."""
         with jax.named_scope("shared"):
             part = self._attend_prefix(state.prefix, state.members, q, new.pos[:, 0])
-        part = part if other is None else combine(other, part)
+        part = part if other_partial is None else combine(other_partial, part)
         new = dataclasses.replace(new, pos=shift_positions(new.pos, -state.before))
         out, own, cross_layer = self.own.extend_with_prefix(state.own, q, new, commit, cross_layer, part)
         return StepResult(out, dataclasses.replace(state, own=own), cross_layer)
@@ -138,7 +139,7 @@ class SharedPrefixLayer:
         return combine(part, self.own.partial(state.own, q, shift_positions(q_pos, -state.before)))
 
     def _attend_prefix(self, prefix: Any, members: Array | None, q: Array, q_pos: Array) -> Partial:
-        """Attends queries [B K G T H] at i32[B T] to the prefixes of their sequences, each of which is read once."""
+        """Attends queries [B K G T H] at i32[B T] to their sequences' prefixes, and reads each prefix once."""
         B, K, G, T, H = q.shape
         if members is None:
             grouped_q, grouped_pos = q[None], q_pos[None]
@@ -155,7 +156,9 @@ class SharedPrefixLayer:
             x = jnp.moveaxis(x.reshape(P, *x.shape[1:3], M, T, *x.shape[4:]), 3, 1)  # [P M K G T ..]
             if members is None:
                 return x[0]
-            return jnp.full((B, *x.shape[2:]), fill, x.dtype).at[_drop_unused(members, B)].set(x, mode="drop")
+            # Out of range, unused places are dropped; a negative index would count from the end.
+            sequence = jnp.where(members >= 0, members, B)
+            return jnp.full((B, *x.shape[2:]), fill, x.dtype).at[sequence].set(x, mode="drop")
 
         return Partial(*(scatter(x, fill) for x, fill in zip(part, (0.0, MASKED_LOGIT, 0.0), strict=True)))
 
@@ -188,8 +191,13 @@ class SharedPrefixLayer:
 
     def concat_sequences(self, states: list[SharedPrefixState]) -> SharedPrefixState:
         """`BatchedLayer.concat_sequences`, of sequences that share one prefix; raises ValueError for others."""
+
+        def is_equal(x: Array, y: Array) -> bool:
+            # Forks of one context have the very arrays in common; otherwise elements decide, wherever they lie.
+            return x is y or bool(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y))))
+
         first, *others = [jax.tree.leaves(state.prefix) for state in states]
-        if not all(len(first) == len(other) and all(map(_is_equal, first, other)) for other in others):
+        if not all(len(first) == len(other) and all(map(is_equal, first, other)) for other in others):
             raise ValueError("shared prefixes that are not the same one")
         if any(state.members is not None for state in states):
             raise ValueError("several shared prefixes")
@@ -263,11 +271,6 @@ class SharedPrefixMethod:
         return SharedPrefixLayer(prefix, own)
 
 
-def _is_equal(x: Array, y: Array) -> bool:
-    """Whether two concrete arrays have equal elements, wherever they lie."""
-    return x is y or bool(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y))))
-
-
 def shift_positions(pos: Array, by: Array) -> Array:
     """Adds by i32[B] to positions i32[B ...], and leaves -1 as it is."""
     return jnp.where(pos >= 0, pos + by.reshape(-1, *[1] * (pos.ndim - 1)), -1)
@@ -291,9 +294,5 @@ def prefix_by_sequence(members: Array | None, num_sequences: int) -> Array:
     if members is None:
         return jnp.zeros(num_sequences, jnp.int32)
     which = jnp.broadcast_to(jnp.arange(members.shape[0], dtype=jnp.int32)[:, None], members.shape)
-    return jnp.full(num_sequences, -1, jnp.int32).at[_drop_unused(members, num_sequences)].set(which, mode="drop")
-
-
-def _drop_unused(members: Array, num_sequences: int) -> Array:
-    """An index in which unused places are out of range; a negative one would count from the end."""
-    return jnp.where(members >= 0, members, num_sequences)
+    sequence = jnp.where(members >= 0, members, num_sequences)
+    return jnp.full(num_sequences, -1, jnp.int32).at[sequence].set(which, mode="drop")

@@ -47,6 +47,8 @@ def uncompared_fields(name: str, value: Any) -> Iterator[str]:
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Walks through the compared fields of dataclasses and through tuples, innermost first: (path, value)."""
+    # Programs are found by equality, so only compared fields matter. Innermost first, so that an error names the very
+    # field at fault and not the component around it.
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if field.compare:

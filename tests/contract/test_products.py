@@ -16,7 +16,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.pairs import judge_pair
+from kvjax.methods.pairs import verdict
 from tests.contract import layer
 from tests.contract.table import PAIRS, REGISTRY, pair, parts, together
 
@@ -99,7 +99,7 @@ def test_c8_a_pair_keeps_its_types_through_a_step(a, b):
 
 
 def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
-    verdicts = {pair: judge_pair(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
+    verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
     assert len(verdicts) == 120
     assert len([p for p, v in verdicts.items() if not v.works and not v.reason.startswith("both ")]) <= 12
 

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from docs.generate import __main__, catalogue, composition, equal_bytes, field, methods, parameters
 from docs.generate.catalogue import recipes
-from experiments.methods import MEASURED, measured
+from experiments.methods import RESULTS, read_results
 from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.registry import FAMILIES, recipe
 from kvjax.methods.strings import parse_parts
@@ -97,7 +97,7 @@ def test_pages_do_not_depend_on_what_a_user_has_registered(clean_catalogue):
 
 
 def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
-    found = measured()
+    found = read_results()
     assert {r.name for r in recipes().values() if not r.formula} == set()
     assert {r.name for r in recipes().values() if r.example not in found} == set()
     first, *groups = methods.menu()
@@ -111,7 +111,7 @@ def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_of_a_page_are_those_of_the_results(name):
-    page, row = methods.page(recipes()[name]), json.loads(MEASURED.read_text())[recipes()[name].example]
+    page, row = methods.page(recipes()[name]), json.loads(RESULTS.read_text())[recipes()[name].example]
     (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{recipes()[name].example}`" and len(cells) == 8)
     planned = kvjax.planned_bytes(recipes()[name].example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
     assert line[1:4] == [

@@ -23,9 +23,9 @@ from kvjax.errors import KvjaxError
 class Bases(TableKind):
     """The principal directions of each layer's keys, without and with rotation, and of its values.
 
-    With U = K / heads groups of C = heads * H channels, the arrays of `keys`, `bare_keys` and `values` are: one of its
-    name f32[U C C], a direction a column, by falling variance, of which the first r are the best basis of rank r for
-    what is left after the mean; `..._mean` f32[U C]; `..._deviation` f32[U C], the standard deviation along each.
+    With U = K / heads groups of C = heads * H channels, `keys`, `bare_keys` and `values` have three arrays each: the
+    directions f32[U C C], one a column, by falling variance, so that the first r are the best basis of rank r for the
+    vectors less their mean; `..._mean` f32[U C]; `..._deviation` f32[U C], the standard deviation along each direction.
 
     Args:
       heads: neighboring key/value heads that have directions in common, over all of their channels: 1 for each head's
@@ -53,6 +53,7 @@ class Bases(TableKind):
             mean = counted["sums"][name] / tokens
             covariance = counted["products"][name] / tokens - mean.swapaxes(1, 2) * mean
             variances, directions = np.linalg.eigh(covariance)  # ascending
+            # Rounding may leave a covariance with a slightly negative eigenvalue.
             deviation = np.sqrt(np.maximum(variances[..., ::-1], 0))
             made |= {name: directions[..., ::-1], f"{name}_mean": mean[:, 0], f"{name}_deviation": deviation}
         return {name: x.astype(np.float32) for name, x in made.items()}

@@ -16,16 +16,13 @@ from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
-NUM_COPIES = 4
-"""Copies of the random text in which retrieval heads are looked for."""
-
-MAX_RANDOM_TOKENS = 2500
-"""Tokens of one such copy, fewer in a model of fewer positions."""
+NUM_COPIES = 4  # of the random text in which retrieval heads are looked for
+MAX_RANDOM_TOKENS = 2500  # of one copy; fewer in a model of fewer positions
 
 
 @register_table_kind("heads")
 class HeadWeights(TableKind):
-    """How much each head needs all tokens: `weights` f32[K], as kvpress scores heads for DuoAttention without training.
+    """Each head's need for all tokens: `weights` f32[K], as kvpress scores heads for DuoAttention without training.
 
     The mean query and the mean key of a text, both without rotation, are rotated to 500 positions. A head's weight is
     the mean of the cumulated attention that the last of these queries pays, from the first key to the last: near 1 if
@@ -54,7 +51,7 @@ class HeadWeights(TableKind):
 
 @register_table_kind("retrieval_heads")
 class RetrievalHeads(TableKind):
-    """How much each head looks back at earlier copies of a text: `echo` and `induction` f32[K] (RazorAttention).
+    """The attention of each head to earlier copies of a text: `echo` and `induction` f32[K] (RazorAttention).
 
     It brings its own text, random tokens repeated four times. echo: the mean attention that a token pays to the same
     token of each earlier copy; induction: to the one after it. A key/value head has the score of its best query head.

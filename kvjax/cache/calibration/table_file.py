@@ -27,7 +27,7 @@ SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "nu
 """The file's metadata about the model -> the field of `LayerSpec`."""
 
 SHIPPED = "shipped"
-"""The path that stands for the tables that ship with kvjax, of which a layer takes the one that fits the model."""
+"""The path that stands for the tables that ship with kvjax; a layer takes the table that fits the model."""
 
 SHIPPED_TABLES = Path(__file__).parents[2] / "tables"
 """Their folder, with a folder for each kind."""

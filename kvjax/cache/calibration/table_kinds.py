@@ -38,7 +38,7 @@ class TableKind:
 
     @classmethod
     def table_file(cls, path: str) -> TableFile:
-        """Returns the table of this kind in a file; "shipped" for those that ship with kvjax."""
+        """Returns the table of this kind in a file; "shipped" for the tables that ship with kvjax."""
         return TableFile(path, cls.name)
 
     def documents(self, vocabulary: int, positions: int) -> list[list[int]] | None:

@@ -30,7 +30,7 @@ def max_logits(
     Args:
       block: keys and values [B K S H].
       observation: the queries.
-      asking: bool[B Q], those that count.
+      asking: bool[B Q], the queries that count.
       window: the layer's sliding window.
       queries_at_once: size of the blocks of queries, which bounds memory.
 

@@ -104,6 +104,7 @@ def require_observation(observation: Observation | None, method: str, which: str
 
 def sort_newest_first(score: Array, pos: Array) -> Array:
     """Sorts slots i32[B K S] from the highest score to the lowest; of equals the newer first, empty slots last."""
+    # Three keys at once: `top_k` would give equal scores to the lower slot, and slots are in no order.
     slot = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None], pos.shape)
     return lax.sort(((pos < 0).astype(jnp.int32), -score, -pos, slot), dimension=2, num_keys=3)[3]
 
@@ -130,14 +131,15 @@ def evict_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Arra
     rank = jnp.where(may_leave, rank, jnp.inf)
     is_lowest = may_leave & (rank == rank.min(2, keepdims=True))
     oldest = jnp.where(is_lowest, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
+    # A head with an empty slot has room for the next token already.
     is_full = (pos >= 0).all(2, keepdims=True) & real
     return jnp.where(is_full & is_lowest & (pos == oldest), -1, pos)
 
 
-def policy_state_at(marks: Array, chosen: Array, slots: int) -> Array:
+def policy_state_at(statistics: Array, chosen: Array, slots: int) -> Array:
     """Takes a prompt's statistics [B K T] at chosen i32[B K n], into the first n of `slots` slots; else 0."""
-    kept = jnp.take_along_axis(marks, jnp.maximum(chosen, 0), 2)
-    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), marks.dtype))
+    kept = jnp.take_along_axis(statistics, jnp.maximum(chosen, 0), 2)
+    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), statistics.dtype))
     return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
 
 

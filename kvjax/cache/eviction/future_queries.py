@@ -45,6 +45,7 @@ def mean_over_pre_rope(
     def add(sums: Any, xs: tuple[Array, Array, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, sum_block(*xs)), None
 
+    # A block at a time: without their rotation queries are float32, and a copy of all of them may exceed the prompt.
     size = min(queries_at_once, observation.pos.shape[1])
     blocks = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1), cut(counted, 1, size)
     shapes = jax.eval_shape(sum_block, *(x[0] for x in blocks))
@@ -75,6 +76,7 @@ def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     Returns:
       f32[B K G n H], shorter than x: a mean of rotations is no rotation.
     """
+    # Rotation is linear in the vector, so the mean of rotations is one product with the mean cosine and sine.
     angles = rope.angles(next_positions(block) + steps[None])
     cos, sin = (a.mean(1)[:, None, None, None] for a in angles)
     return rotate(x, cos, sin)

@@ -33,13 +33,13 @@ class HeadTokens(HeadBudgets):
 
     Args:
       tokens: of each head, sinks and recent tokens included; `ALL_TOKENS` for a head that evicts none.
-      part: above 0, a head keeps at least one in `part` of the prompt's tokens, and `beside` more.
-      beside: tokens of that minimum that do not grow with the prompt.
+      part: above 0, a head keeps at least one in `part` of the prompt's tokens, and `extra` more.
+      extra: tokens of that minimum that do not grow with the prompt.
     """
 
     tokens: tuple[int, ...]
     part: int = 0
-    beside: int = 0
+    extra: int = 0
 
     def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         num_free = allowed.sum(-1, dtype=jnp.int32)
@@ -52,7 +52,7 @@ class HeadTokens(HeadBudgets):
 
     def min_tokens(self, length: IntOrArray) -> IntOrArray | int:
         """Fewest tokens that a head keeps of a prompt of `length` tokens, if it has as many."""
-        return length // self.part + self.beside if self.part else 0
+        return length // self.part + self.extra if self.part else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def fold_into_kept(
       own: their weight, broadcastable to `kept`.
       lost: keys or values of the prompt [B K T H].
       by: f32[B K T], their weights.
-      slot: i32[B K T], the slot that each goes to; n for those that go nowhere.
+      slot: i32[B K T], the slot that each goes to; n for none.
       whole: f32[B K n], the sum of weights of each slot.
 
     Returns:

@@ -17,7 +17,7 @@ class EvictableUnits(NamedTuple):
     scores: Array  # f32[B K G U c], of each query head
     keys: Array  # [B K U c H], arbitrary where not valid
     valid: Array  # bool[B U], the evictable units of the sequence
-    candidates: Array  # bool[B U], those that no head keeps for their score
+    candidates: Array  # bool[B U], units that no head keeps for their score
 
 
 @runtime_checkable

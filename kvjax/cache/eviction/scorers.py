@@ -154,7 +154,7 @@ class WindowAttention(Scorer):
     def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         """f32[B K G S]: mean attention of the window's queries to each slot, before any pooling."""
         in_window = window_query_mask(observation, self.num_queries).astype(jnp.float32)
-        # A short prompt has fewer queries than the window: the mean is over those that it has.
+        # A short prompt has fewer queries than the window; the mean is over its own.
         query_weights = in_window / jnp.maximum(in_window.sum(-1, keepdims=True), 1.0)
         return attention_mass(block, observation, query_weights, spec.window)[0]
 
