@@ -21,7 +21,7 @@ from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.protocol import KVMethod
 from kvjax.generation.inputs import round_up
-from kvjax.methods.strings import Methods, named
+from kvjax.methods.strings import Methods, resolve
 from kvjax.testbed import corpus, tasks
 from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 
@@ -220,7 +220,7 @@ def measure(
 
     methods: strings, which are then their names too, or methods by name.
     """
-    methods = methods if isinstance(methods, Mapping) else named(methods)
+    methods = methods if isinstance(methods, Mapping) else resolve(methods)
     found, parts = Found(), {}
     work = [(t, instances(args, model, t), Asked) for t in questions.asked(model, args.tasks, TASKS)]
     if with_text or not work:

@@ -219,7 +219,7 @@ def test_strings_and_values_are_taken_alike(model):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (kvjax.methods.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.methods.kcache\(\)"),
+        (kvjax.methods.kcache, r"kcache is a function that makes a method: call it, as in kvjax.methods.kcache\(\)"),
         (None, "a method is a value such as .* or a string such as 'kcache:n=64', got None"),
         (["full"], r"a method is a value .* got \['full'\]"),
         (LastTokens, "a method is a value .* got <class"),

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax import KvjaxError, methods, parse, planned_bytes
 from kvjax.cache.eviction.budgets import Tokens
-from kvjax.methods.registry import LARGEST, load_all
+from kvjax.methods.registry import MAX_NUMBER, load_all
 from kvjax.testing import toy_model
 
 CONFIG = toy_model(layers=2).config
@@ -22,7 +22,7 @@ def test_larger_integers_than_a_device_has_are_refused_by_name(value):
             recipe.make(**{name: value})
 
 
-@pytest.mark.parametrize("value", [LARGEST, 0, -1])
+@pytest.mark.parametrize("value", [MAX_NUMBER, 0, -1])
 def test_others_make_a_method_that_can_be_planned_or_are_refused(value):
     for recipe, name in INTEGERS:
         try:

@@ -234,7 +234,16 @@ def unit_of(text: str) -> Unit:
 def make_selection(
     scorer: Scorer, budget: int | str | Budget, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
 ) -> Selection:
-    """A selection from what a recipe is given: a budget may be a number of tokens or a share, a unit its name."""
+    """Makes a selection from the parameters of a method's string; `budget` may also be any `Budget`.
+
+    Args:
+      scorer: how important each token is.
+      budget: prompt tokens kept per layer and key/value head, or a fraction of each prompt as 25%.
+      sinks: first tokens that always stay.
+      recent: last tokens that always stay.
+      unit: the granularity, "token", or "chunk8", "page32" and the like: tokens kept or evicted as a whole.
+      per: the scope, "head", or "layer" for one set of tokens for all heads.
+    """
     tokens = Tokens(budget)
     budget = Uniform(tokens) if isinstance(tokens, int) else tokens
     return Selection(scorer, budget, sinks, recent, unit_of(unit), per)

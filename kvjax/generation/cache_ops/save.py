@@ -26,7 +26,7 @@ from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.methods.method_hash import identity, is_ones_own
-from kvjax.methods.strings import method_of, name_of, parts_of
+from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 
@@ -70,7 +70,7 @@ def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
 
 def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:
     """The method that the file names, or the given one, which must be that one."""
-    known = parts_of(name) != ()
+    known = split_methods(name) != ()
     if given is None:
         if not known:
             raise KvjaxError(

@@ -81,7 +81,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, register_method, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Own(Scorer):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
-@recipe("an idea of mine")
+@register_method
 def own(budget: int = 16) -> Method:
     return Method(select=make_selection(Own(), budget))
 """
