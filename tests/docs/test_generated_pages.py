@@ -68,7 +68,7 @@ def test_classes_that_a_docstring_refers_to_are_on_the_page():
     assert "### lococo tables" in methods.page(builtin_entries()["lococo"])
 
 
-def test_pages_do_not_depend_on_what_a_user_has_registered(clean_catalogue):
+def test_pages_do_not_depend_on_what_a_user_has_registered(clean_registry):
     before = methods.page(builtin_entries()["snapkv"]), methods.index_page(), composition.page()
 
     @register_method

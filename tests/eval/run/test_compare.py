@@ -108,7 +108,7 @@ def small(monkeypatch):
     return toy_model(layers=1)
 
 
-def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, clean_catalogue):
+def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, clean_registry):
     @register_method
     def value_norm(budget: int = 256) -> Method:
         return Method(select=make_selection(ValueNorm(), budget))

@@ -96,7 +96,7 @@ def own(budget: int = 16) -> Method:
 """
 
 
-def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_catalogue):
+def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_registry):
     file = tmp_path / "own_of_a_saved_context.py"
     file.write_text(OWN.format(sign="+"))
     load_methods(file)
