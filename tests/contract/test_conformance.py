@@ -230,7 +230,7 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
         kvjax.prefill(model, [[1]], wrong)
 
 
-def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
+def test_a_changed_value_is_not_called_by_the_string_that_made_it():
     made = kvjax.methods.kcache(n=64)
     assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
     changed = dataclasses.replace(made, device_layers=3)

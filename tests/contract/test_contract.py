@@ -140,7 +140,7 @@ def test_c5_one_trace_per_shape(case: MethodCase):
 
 @each_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_c6_bytes_are_the_recipes_and_the_planned_ones(case: MethodCase, dtype):
+def test_c6_bytes_are_the_papers_and_the_planned_ones(case: MethodCase, dtype):
     """The prompt is no multiple of 16 tokens, in which room is counted."""
     want = case.state_bytes(layer_shape(jnp.dtype(dtype).itemsize))
     want = {"device": want.device, "pinned_host": want.pinned_host}

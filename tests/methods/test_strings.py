@@ -87,7 +87,7 @@ def test_no_method_is_an_error():
         split_list(" ; ")
 
 
-def test_every_recipe_has_a_source_and_a_summary():
+def test_every_method_has_a_reference_and_a_summary():
     for r in load_all().values():
         assert r.docs.reference and r.docs.summary.endswith(".") and name_of(r.make()) == r.name
 
