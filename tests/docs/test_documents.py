@@ -44,7 +44,7 @@ def test_the_readme_is_short():
 
 
 def test_the_readme_counts_the_methods():
-    ours = [recipe for entry in load_all().values() if is_builtin(entry.make)]
+    ours = [entry for entry in load_all().values() if is_builtin(entry.make)]
     assert f"{len(ours)} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
