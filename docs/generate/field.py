@@ -84,7 +84,7 @@ def table(systems: list[dict[str, Any]], results: dict[str, dict[str, Any]], fir
 def page() -> str:
     """The page."""
     systems, results = load_systems(), measured()
-    survey, others = systems["survey"], systems["beside"]
+    survey, others = systems["survey"], systems["others"]
     num_here = sum("methods" in system or "calls" in system for system in survey)
     differing = [(system["name"], differences(system)) for system in (*survey, *others)]
     notes = "\n".join(f"- **{name}**: {prose(text)}" for name, text in differing if text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import kvjax
 from docs.generate.entries import builtin_entries, code_list, entries_by_family, family_path
-from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
+from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
 from docs.generate.pairs import judge_pair, refusals
 from experiments.methods import measured
 from kvjax.cache.calibration.table_kinds import KINDS
@@ -127,7 +127,7 @@ def class_sections(entry: MethodEntry) -> list[str]:
 
 
 def pair_lists(entry: MethodEntry) -> str:
-    """The methods that a method composes with, folded away, and those that it does not, by reason."""
+    """The methods that a method composes with, folded away, and the others with the reasons."""
     others = [name for name in builtin_entries() if name not in (entry.name, FULL)]
     composing = [name for name in others if judge_pair(entry.name, name).composes]
     parts = ["Composes with none."]
@@ -158,11 +158,11 @@ def real_model_section(is_wanted: Callable[[str], bool]) -> list[str]:
     for result in real_results():
         methods = [method for method in result.document["scores"] if method != FULL and is_wanted(method)]
         # Runs share methods, and equal rows of two runs are shown once.
-        rows = {method: fractions_row(result, method) for method in methods}
+        rows = {method: method_row(result, method) for method in methods}
         methods = [method for method, row in rows.items() if row not in shown]
         shown |= set(rows.values())
         if methods:
-            found += [fractions_table(result, [FULL, *methods]), _describe_run(result)]
+            found += [method_table(result, [FULL, *methods]), _describe_run(result)]
     return ["## On a real model", *found] if found else []
 
 

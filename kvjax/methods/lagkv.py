@@ -77,7 +77,7 @@ def lagkv(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """Keeps the prompt tokens that stand out from those that follow them; it needs no queries.
+    """Keeps the prompt tokens that stand out from the tokens that follow them; it needs no queries.
 
     'lagkv + recompress:every=128' goes on while decoding.
 

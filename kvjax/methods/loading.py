@@ -141,7 +141,7 @@ def _find_module(path: Path) -> types.ModuleType | None:
 
 
 def _module_name(path: Path) -> str:
-    """The file's name as `import` would have it, or a new name where another module has that one."""
+    """The file's name as `import` would have it, or a new name where that is taken."""
     name = path.stem
     taken = name in sys.modules
     if not taken and name.isidentifier():
@@ -192,7 +192,7 @@ def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> t
 
 
 def _explain(error: BaseException, source: str | Path, path: Path | None) -> str:
-    """Where and why a file or module failed, in one line; `path` is None for a module."""
+    """Describes in one line where and why a file or module failed; `path` is None for a module."""
     machinery = ("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__))
     frames = [
         frame

@@ -72,7 +72,7 @@ FAMILIES = {
     "sparse reading": "All tokens stay on the device, and a query reads only some of them.",
     "eviction after the prompt": "Tokens are selected once, at the end of the prompt; the others are evicted.",
     "heads of unequal length": "Some heads keep many tokens and the others few.",
-    "merging": "Evicted tokens are merged into those that stay.",
+    "merging": "Evicted tokens are merged into kept ones.",
     "eviction at every step": "Tokens are evicted while the answer is decoded, in constant memory.",
     "component over a selection": "The method refines one that selects tokens: write `snapkv + kvcrush`.",
 }
@@ -262,7 +262,7 @@ def _explain_call_error(method: str, signature: inspect.Signature, keywords: Ite
 
 
 def load_all() -> dict[str, MethodEntry]:
-    """Imports and returns all methods: kvjax's, those of installed packages, and those that the user registered."""
+    """Imports and returns all methods: kvjax's, installed packages', and the user's own."""
     from kvjax.methods.loading import load_entry_points  # loading imports this module
 
     _import_builtin_methods()
@@ -271,7 +271,7 @@ def load_all() -> dict[str, MethodEntry]:
 
 
 def _import_builtin_methods() -> dict[str, MethodEntry]:
-    """Imports every file of this folder, each of which registers its own methods."""
+    """Imports every file of this folder, so that it registers its methods."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")
     return REGISTRY

@@ -101,7 +101,7 @@ def rkv(
     threshold: float = 0.5,
     every: int = 128,
 ) -> Method:
-    """Returns to its budget whenever `every` tokens have come, and keeps those that are attended to and not redundant.
+    """Returns to its budget whenever `every` tokens have come, and keeps tokens that are attended to and not redundant.
 
     The prompt is compressed likewise, and the memory is constant.
 

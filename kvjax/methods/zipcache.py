@@ -103,7 +103,7 @@ def zipcache(
       probes: fraction of the prompt's queries from which saliency comes, twice: the newest, and some drawn by `seed` (5
         %).
       normalise: the divisor of the attention that a token receives: "queries", all that see it (the public code), or
-        "probes", those that do.
+        "probes", all probes that do.
       seed: seed of the drawn probes.
 
     Reference:

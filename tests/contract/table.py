@@ -23,7 +23,7 @@ def layer_shape(itemsize: int) -> LayerShape:
 
 
 def split_case(method: str, lossless: bool = False) -> tuple[list[str], list[str]]:
-    """The components of a method's first case: those that name the method, and the selection that it stands on."""
+    """Splits a method's first case into the method itself and the selection below it."""
     case = FIRST_CASES[method]
     components = [component.strip() for component in (case.lossless if lossless else case.small).split("+")]
     own = [component for component in components if component.split(":")[0] == method]

@@ -86,7 +86,7 @@ def test_c3_rows_are_independent_of_neighbours_and_padding(case: MethodCase):
 
 
 RAGGED = ((1, 3, 5), (3, 5, 1), (5, 1, 3), (2, 4, 6), (4, 6, 2), (6, 2, 4))
-"""Tokens that the rows are fed in one call: each row meets each number up to 6, beside rows that are fed more."""
+"""Tokens that the sequences are fed in one call: each gets each number up to 6, while another gets more."""
 
 
 @each_case
