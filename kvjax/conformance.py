@@ -21,7 +21,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
-from kvjax.cache.validation import uncompared
+from kvjax.cache.validation import uncompared_fields
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
 from kvjax.generation.calls import extend, logits, prefill
@@ -177,7 +177,7 @@ def _any_left(tried: _Tried) -> bool:
 
 
 def _fields(tried: _Tried) -> str:
-    for field in uncompared("method", tried.method):
+    for field in uncompared_fields("method", tried.method):
         return f"{field} is not compared, so that methods which differ there share one compiled program"
     return ""
 

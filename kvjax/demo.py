@@ -100,7 +100,7 @@ def exam(model: Model, full: bool = False) -> Exam:
     All contexts have about one length, so that few programs are compiled. full: longer ones.
     """
     if not symbols.knows_symbols(model):
-        essays = packaged.ESSAYS.found() is not None
+        essays = packaged.ESSAYS.find() is not None
         spec = Spec(lengths=(1024 if full else 512,), contexts=2, depths=4, seed=SEED)
         needles = suite.cases(model, ["niah.essays" if essays else "niah"], spec)
         texts = suite.cases(model, ["ppl"], dataclasses.replace(spec, contexts=4))

@@ -16,7 +16,7 @@ from docs.generate.entries import builtin_entries, code_list, entries_by_family,
 from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
 from docs.generate.pairs import judge_pair, refusals
 from experiments.methods import measured
-from kvjax.cache.calibration.table_kinds import KINDS
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
 from kvjax.methods.registry import FAMILIES, MethodEntry
 from kvjax.methods.strings import parse, parse_parts
@@ -122,7 +122,7 @@ def class_sections(entry: MethodEntry) -> list[str]:
     """The docstrings of classes that a method's docstring names, such as `KVCrush`, and of its kind of table."""
     module, text = sys.modules[entry.make.__module__], " ".join([entry.docs.description, *entry.docs.args.values()])
     named = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", text)}
-    named |= {f"{kind} tables": type(KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", text)}
+    named |= {f"{kind} tables": type(TABLE_KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", text)}
     return [f"### {name}\n\n{prose(inspect.getdoc(cls) or '')}" for name, cls in named.items()]
 
 

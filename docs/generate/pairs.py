@@ -10,7 +10,7 @@ from docs.generate.entries import builtin_entries
 from kvjax.cache.compose import compose
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.strings import parse
 
 LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
@@ -54,8 +54,8 @@ def judge_pair(a: str, b: str) -> Verdict:
 def _judge_sorted_pair(a: str, b: str) -> Verdict:
     try:
         method = compose(parse(a), parse(b))
-    except SlotTaken as clash:
-        return Verdict(False, SHARED_COMPONENT[clash.slot])
+    except ComponentConflict as clash:
+        return Verdict(False, SHARED_COMPONENT[clash.component])
     try:
         method.bind(LAYER)
         return Verdict(True)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.attention import NEG
-from kvjax.core.random import checked_seed
+from kvjax.core.attention import MASKED_LOGIT
+from kvjax.core.random import check_seed
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
@@ -56,7 +56,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._set(temperature=self._checked_temperature(), seed=checked_seed(self.seed))
+        self._set(temperature=self._checked_temperature(), seed=check_seed(self.seed))
         # As plain numbers, which hash: those of JAX and NumPy are taken too.
         if self.top_k is not None:
             self._set(top_k=arguments.integer("top_k", self.top_k))
@@ -88,7 +88,7 @@ class SamplingParams:
         return Sampler(jnp.float32(self.temperature), *filters)
 
 
-def chosen_sampling(sampling: SamplingParams | None = None, **given: Any) -> SamplingParams:
+def resolve_sampling(sampling: SamplingParams | None = None, **given: Any) -> SamplingParams:
     """How a call draws: by `sampling`, or by the keywords that it gives, those that are not None.
 
     Raises KvjaxError where it gives both.
@@ -111,10 +111,10 @@ def sample(s: Sampler, logits: Array, key: Array) -> Array:
     """logits f32[B V] -> tokens i32[B]; a row's token depends only on its own logits and its own key [B]."""
     if s.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(key, filtered(s, logits / s.temperature)).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(key, apply_filters(s, logits / s.temperature)).astype(jnp.int32)
 
 
-def filtered(s: Sampler, logits: Array) -> Array:
+def apply_filters(s: Sampler, logits: Array) -> Array:
     """logits f32[B V], after the temperature, with the tokens that the filters drop at NEG."""
     if (s.top_k, s.top_p, s.min_p) == (None, None, None):
         return logits
@@ -124,14 +124,14 @@ def filtered(s: Sampler, logits: Array) -> Array:
     if s.top_k is not None:
         keep &= (jnp.arange(x.shape[-1]) < s.top_k)[None]
     if s.top_p is not None:
-        p = jax.nn.softmax(jnp.where(keep, x, NEG), -1)
+        p = jax.nn.softmax(jnp.where(keep, x, MASKED_LOGIT), -1)
         keep &= jnp.cumsum(p, -1) - p < s.top_p  # the mass before this token has not reached p yet
     if s.min_p is not None:
         keep &= x >= x[:, :1] + jnp.log(s.min_p)
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
-    return jnp.where(keep, logits, NEG)
+    return jnp.where(keep, logits, MASKED_LOGIT)
 
 
-def row_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
+def sequence_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
     """One key per row, numbered from `first` on, so that a row draws the same tokens alone and in company."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(batch))

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
@@ -200,14 +200,14 @@ def start_decoding(
     first_row: the sequences draw as those from this number on. The cache is used up, unless it is to be kept; then the
     loop works on a copy.
     """
-    loop = chosen_loop(loop, stop, max_new_tokens)
+    loop = resolve_loop(loop, stop, max_new_tokens)
     checks.check_decoding(model, cache, max_new_tokens)
     timer, stop, sampler = timer or Timer(), stopping.strings(model, stop), sampling.sampler()
     prefill_seconds = timer.run_seconds
     with timer.timed():
         state = decode_loop.begin(
             last,
-            seeded(sampling.seed),
+            key_from_seed(sampling.seed),
             stopping.end_ids(model, eos_ids),
             sampler,
             num_tokens=max_new_tokens,
@@ -225,7 +225,7 @@ def start_decoding(
     return session
 
 
-def chosen_loop(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
+def resolve_loop(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
     """The loop that was asked for, or what suits the number of tokens and the machine."""
     if loop is None:
         return "layers" if max_new_tokens < LONG and jax.default_backend() == "cpu" else "while"

@@ -39,4 +39,6 @@ def accumulated(
     Reference:
       H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485
     """
-    return Method(select=make_selection(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))
+    return Method(
+        select=make_selection(scorers.AccumulatedAttention(normalise, decay), budget, sinks, recent, unit, per)
+    )

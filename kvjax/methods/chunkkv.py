@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import Window
+from kvjax.cache.eviction.scorers import WindowAttention
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -34,5 +34,5 @@ def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kerne
     Reference:
       ChunkKV, Liu et al. 2025, arXiv 2502.00299; one set for all heads as in kvpress
     """
-    scorer = Window(window, kernel, "avg")
+    scorer = WindowAttention(window, kernel, "avg")
     return Method(select=make_selection(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))

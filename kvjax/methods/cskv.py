@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvjax.cache.calibration.bases import JointBases
-from kvjax.cache.codecs.low_rank import FromTable
-from kvjax.cache.codecs.recent import Recent
+from kvjax.cache.codecs.low_rank import CalibratedLowRank
+from kvjax.cache.codecs.recent import ExactWindow
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
 
@@ -33,6 +33,9 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     Reference:
       CSKV, Wang et al. 2024, arXiv 2409.10593, section 2; constants of its authors' code
     """
-    bases = JointBases.given(table)
-    k, v = FromTable(0, table=bases, of="bare_keys", share=keys), FromTable(0, table=bases, share=values)
-    return Method(k=Recent(k, window), v=Recent(v, window))
+    bases = JointBases.table_file(table)
+    k, v = (
+        CalibratedLowRank(0, table=bases, of="bare_keys", share=keys),
+        CalibratedLowRank(0, table=bases, share=values),
+    )
+    return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import FromTable
+from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
 
@@ -32,5 +32,7 @@ def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -
     Reference:
       MatryoshkaKV, Lin et al. 2024, arXiv 2410.14731, section 3; keys after RoPE and centered, as in its authors' code
     """
-    bases = Bases.given(table)
-    return Method(k=FromTable(table=bases, of="keys", share=keys), v=FromTable(table=bases, share=values))
+    bases = Bases.table_file(table)
+    return Method(
+        k=CalibratedLowRank(table=bases, of="keys", share=keys), v=CalibratedLowRank(table=bases, share=values)
+    )

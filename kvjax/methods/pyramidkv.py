@@ -41,5 +41,5 @@ def pyramidkv(
     Reference:
       PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts
     """
-    scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
+    scorer = scorers.WindowAttention(window, kernel, pool, reduce, reduce_first)
     return Method(select=make_selection(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))

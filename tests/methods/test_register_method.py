@@ -77,7 +77,7 @@ def test_a_file_of_a_users_is_on_the_command_line_and_can_be_checked(tmp_path, m
     shown = capsys.readouterr().out
     assert "    Keeps the prompt tokens with the largest values.\n    It needs no queries.\n" in shown
     assert "reference: an idea of mine" in shown and "formula: score_s = |v_s|" in shown
-    assert "  budget: Prompt tokens kept per layer and key/value head, or a fraction" in shown
+    assert "  budget: Prompt tokens kept per layer and key/value head, sinks" in shown
     assert load_methods(path) == ("value_norm",) and REGISTRY["value_norm"].docs.reference.startswith("an idea")
     model = toy_model(layers=2)
     assert check_method("value_norm:budget=24", model) and check_method("value_norm:budget=24 + int8", model)

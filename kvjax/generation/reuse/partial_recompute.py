@@ -23,7 +23,7 @@ from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import take_last
 from kvjax.generation.reuse.full_kv import AllQueries
-from kvjax.models.decoder import Angles, pick
+from kvjax.models.decoder import Angles, take_tokens
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class PartialPrefill(ForwardMode):
             v = _put_tokens(known_v, v, self.chosen)
         query_pos = self.pos
         if state is not None or call.selects_queries:
-            query_pos = jnp.where(self.chosen >= 0, pick(self.pos, jnp.maximum(self.chosen, 0)), -1)
+            query_pos = jnp.where(self.chosen >= 0, take_tokens(self.pos, jnp.maximum(self.chosen, 0)), -1)
         out = attend_all(q, query_pos, KVBlock(k, v, self.pos[:, None]), call.window)
         return out, LayerPrompt(k, v, q[:, :, :, :0]), cross_layer
 
@@ -86,7 +86,7 @@ class ReadValues(ForwardMode):
         return jnp.zeros_like(inputs.q), inputs.v, cross_layer
 
 
-def prefill_partly(
+def partial_prefill(
     params: Any,
     tokens: Array,
     lengths: Array,
@@ -141,7 +141,7 @@ def prefill_partly(
 
 @jax.jit
 def _pick_angles(angles: Angles, at: Array) -> Angles:
-    return jax.tree.map(lambda x: pick(x, jnp.maximum(at, 0)), angles)
+    return jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
 
 
 @functools.partial(jax.jit, static_argnames="target")
@@ -157,7 +157,7 @@ def _choose_tokens(values: Array, prompt: LayerPrompt, source: Source, choice: C
     if worth is None:
         before = take_known(prompt, source)[1]
         worth = jnp.square(values.astype(jnp.float32) - before.astype(jnp.float32)).sum((1, 3))
-    return choose_by_worth(worth, choice.count, source.slot, pos, most)
+    return choose_by_importance(worth, choice.count, source.slot, pos, most)
 
 
 def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
@@ -167,7 +167,7 @@ def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
     return k, v
 
 
-def choose_by_worth(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
+def choose_by_importance(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
     """Tokens to run i32[B n], ascending, -1 unused: the new ones, and count i32[B] of the known of highest worth."""
     old = (slot >= 0) & (pos >= 0)
     order = jnp.argsort(jnp.where(old, -worth, jnp.inf), axis=1, stable=True)

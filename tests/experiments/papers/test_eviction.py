@@ -234,7 +234,7 @@ def test_overheads_are_of_pairs_and_of_what_is_added():
 def test_pages_are_the_papers():
     method = kvjax.parse(kvcrush_table2.paged(32))
     select = method.select
-    assert (select.budget.tokens, select.sinks, select.recent, select.unit.size) == (672, 32, 128, 32)
+    assert (select.budget.tokens, select.sinks, select.recent, select.granularity.size) == (672, 32, 128, 32)
 
 
 def test_spending_of_the_baselines_is_the_benchmarks():
