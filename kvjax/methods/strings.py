@@ -55,12 +55,12 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
 def _compose_two(a: KVMethod, b: KVMethod) -> Method:
     try:
         return components.compose(a, b)
-    except ComponentConflict:
+    except ComponentConflict as e:
         if not (remedy := _format_with_equal_heads(a, b)):
             raise
         raise ComponentConflict(
-            taken.component,
-            f"{name_of(a)} and {name_of(b)} both fill the slot `{taken.component}`; use {remedy!r}, which leaves it to one",
+            e.component,
+            f"{name_of(a)} and {name_of(b)} both fill the slot `{e.component}`; use {remedy!r}, which leaves it to one",
         ) from None
 
 

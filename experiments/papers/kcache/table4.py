@@ -1,9 +1,9 @@
 """KCache, Table 4: task by task, the full cache and KCache with N = 128 and one layer's values on the device.
 
-python -m experiments.papers.kcache_table4 [--model DIR] [--n 128] [--layers 1] [--tasks needle,copying,variables]
+python -m experiments.papers.kcache.table4 [--model DIR] [--n 128] [--layers 1] [--tasks needle,copying,variables]
 
-The paper's are the 27 subjects of BBH, LLaMA3-8B; ours the shipped model's tasks. For the subjects themselves a real
-checkpoint is needed: the command is printed.
+The paper's tasks are the 27 subjects of BBH with LLaMA3-8B, ours the shipped model's tasks. The script prints the
+command that runs the paper's subjects on a real checkpoint.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import kvjax
-from experiments.bench.common import machine, report, table
+from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
-from experiments.papers.kcache_table2 import commands, method
+from experiments.papers.kcache.table2 import commands, method
 from kvjax import KvjaxError
 from kvjax.testbed import tasks
 
@@ -49,31 +49,31 @@ PAPER = {
     "web_of_lies": (100.00, 100.00),
     "word_sorting": (43.60, 38.40),
 }
-BESIDE = {"questions": 250, "full": 62.39, "kcache": 62.79}
-"""Most subjects have 250 questions; the averages are those of the paper's Table 2."""
+PAPER_TOTALS = {"questions": 250, "full": 62.39, "kcache": 62.79}
+"""Most subjects have 250 questions; the averages are from the paper's Table 2."""
 
 
 def difference(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Second minus first over the tasks: mean, its standard error, and how many rose, fell and stayed."""
+    """Second minus first over the tasks: mean, standard error, and the number of tasks that rose, fell and stayed."""
     d = [b - a for a, b in pairs]
     counts = {"up": sum(x > 0 for x in d), "down": sum(x < 0 for x in d), "same": sum(x == 0 for x in d)}
     return {"mean": mean(d), "error": stdev(d) / len(d) ** 0.5 if len(d) > 1 else 0.0, **counts}
 
 
-def said(d: Mapping[str, float]) -> str:
-    """A difference in words."""
+def describe_difference(d: Mapping[str, float]) -> str:
+    """Formats a difference."""
     return f"{d['mean']:+.2f} ± {d['error']:.2f} points ({d['up']} up, {d['down']} down, {d['same']} the same)"
 
 
 NOTE = (
     "Differs from the paper: another model and other tasks; the recall of single symbols is left out, since the exact "
-    "prompt gives it. ± of the paper's subjects is binomial for 250 questions, of the differences over tasks."
+    "prefill answers it. ± of the paper's subjects is binomial for 250 questions, of the differences over tasks."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = common.add_quality(common.parser(__doc__), group=False)
+    """Measures and prints; see the module's docstring."""
+    parser = common.add_quality_options(common.model_parser(__doc__), group=False)
     parser.set_defaults(tasks=[t for t in tasks.TASKS if t != "recall"])
     parser.add_argument("--n", type=int, default=128, help="values fetched per head")
     parser.add_argument("--layers", type=int, default=1, help="first layers kept on the device")
@@ -82,21 +82,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.tasks:
         raise KvjaxError(f"--tasks is empty; name some of {', '.join(tasks.TASKS)}")
     full, ours = records = common.measure(args, model, [text])
-    rows = [(t, *line(full["tasks"][t], ours["tasks"][t])) for t in full["tasks"]]
+    rows = [(t, *format_task(full["tasks"][t], ours["tasks"][t])) for t in full["tasks"]]
     bits = [f"{r['bits']:.3f} ±{r['bits_error']:.3f}" for r in records]
-    rows.append((common.columns(args, model)[-2] + " of text", *bits, f"{ours['bits'] - full['bits']:+.3f}"))
+    rows.append((common.record_columns(args, model)[-2] + " of text", *bits, f"{ours['bits'] - full['bits']:+.3f}"))
     heads = ("full", f"N={args.n} L={args.layers}", "difference")
     tables = [
         table(f"KCache, Table 4: {args.model}, {args.length:,}-token contexts", ("task", *heads), rows),
-        table("The paper: BBH subjects, LLaMA3-8B", ("subject", "full", "N=128 L=1", "difference"), paper()),
+        table("The paper: BBH subjects, LLaMA3-8B", ("subject", "full", "N=128 L=1", "difference"), paper_rows()),
     ]
     found = {"paper": difference(list(PAPER.values()))}
     if full["tasks"]:
         pairs = [[100 * r["tasks"][t]["accuracy"] for r in records] for t in full["tasks"]]
         found["ours"] = difference([tuple(p) for p in pairs])
     notes = [
-        common.protocol(args, model, records),
-        "KCache minus full, over tasks: " + "; ".join(f"{who} {said(d)}" for who, d in found.items()) + ".",
+        common.describe_protocol(args, model, records),
+        "KCache minus full, over tasks: "
+        + "; ".join(f"{side} {describe_difference(d)}" for side, d in found.items())
+        + ".",
         NOTE,
         "The paper's subjects on a converted checkpoint (with the extra lm-eval):",
         *commands(args.model, text, {"bbh_cot_fewshot": 3}),
@@ -104,37 +106,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("kcache_table4", before, tables, notes, {"difference": found, "lines": records})
 
 
-def line(full: Mapping[str, float], ours: Mapping[str, float]) -> tuple[str, str, str]:
-    """One of our tasks."""
-    shown = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in (full, ours)]
-    return *shown, f"{100 * (ours['accuracy'] - full['accuracy']):+.1f}"
+def format_task(full: Mapping[str, float], ours: Mapping[str, float]) -> tuple[str, str, str]:
+    """Formats the scores of one of our tasks."""
+    cells = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in (full, ours)]
+    return *cells, f"{100 * (ours['accuracy'] - full['accuracy']):+.1f}"
 
 
-def paper() -> list[tuple[str, ...]]:
-    """The paper's lines, with binomial errors, and their mean."""
+def paper_rows() -> list[tuple[str, ...]]:
+    """The paper's scores with binomial errors, and their mean."""
 
     def error(p):
-        return 100 * (p / 100 * (1 - p / 100) / BESIDE["questions"]) ** 0.5
+        return 100 * (p / 100 * (1 - p / 100) / PAPER_TOTALS["questions"]) ** 0.5
 
     rows = [
         (name, *(f"{p:.1f} ±{error(p):.1f}" for p in two), f"{two[1] - two[0]:+.1f}") for name, two in PAPER.items()
     ]
     means = [mean(column) for column in zip(*PAPER.values(), strict=True)]
-    beside = (f"{m:.2f} (Table 2: {BESIDE[k]})" for m, k in zip(means, ("full", "kcache"), strict=True))
-    return [*rows, ("mean of subjects", *beside, f"{means[1] - means[0]:+.2f}")]
+    totals = (f"{m:.2f} (Table 2: {PAPER_TOTALS[k]})" for m, k in zip(means, ("full", "kcache"), strict=True))
+    return [*rows, ("mean of subjects", *totals, f"{means[1] - means[0]:+.2f}")]
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     found, known = results["difference"], results["difference"].get("ours")
-    ours = f"{said(known)} over {len(results['lines'][0]['tasks'])} tasks" if known else "no tasks: text only"
+    ours = (
+        f"{describe_difference(known)} over {len(results['lines'][0]['tasks'])} tasks"
+        if known
+        else "no tasks: text only"
+    )
     small = "within" if known and abs(known["mean"]) <= 2 * known["error"] else "not within"
     return (
         ours,
-        f"{said(found['paper'])} over {len(PAPER)} subjects",
+        f"{describe_difference(found['paper'])} over {len(PAPER)} subjects",
         f"The paper's gain is within one standard error of its subjects' differences; ours is {small} two of its own.",
     )
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -1,8 +1,8 @@
-"""SpeCache, Figure 5: quality by the number of fetched rows, with a one-bit copy in groups of 32.
+"""SpeCache, Figure 5: quality by the number of fetched tokens, with a one-bit copy in groups of 32.
 
-python -m experiments.papers.specache_figure5 [--model DIR] [--topk 0,4,8,16,32,64,128] [--tasks variables,copying]
+python -m experiments.papers.specache.figure5 [--model DIR] [--topk 0,4,8,16,32,64,128] [--tasks variables,copying]
 
-0 rows is `kivi` with the same residual. Writes specache_figure5.png into --out.
+0 tokens is `kivi` with the same residual. Writes specache_figure5.png into --out.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax.eval.page.charts import percents
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
-# Averages over 10 LongBench tasks of Mistral and LLaMA-3 in Table 1, 1 bit, g = 32; there 0 rows go with residual 128.
+# Averages over 10 LongBench tasks in Table 1, 1 bit, g = 32: Mistral, LLaMA-3. Its k = 0 has a residual of 128 tokens.
 PAPER = {0: ("30.4", "26.7"), 64: ("40.4", "41.8")}
 FULL = ("42.3", "42.7")
 
 
 def method(k: int, args: argparse.Namespace) -> str:
-    """The method string for k fetched rows."""
-    common_part = f"bits=1,group={args.group},residual={args.residual}"
+    """The method string for k fetched tokens."""
+    shared = f"bits=1,group={args.group},residual={args.residual}"
     if not k:
-        return f"kivi:{common_part}"
-    return f"specache:{common_part},topk={k},speculative={str(args.speculative).lower()}"
+        return f"kivi:{shared}"
+    return f"specache:{shared},topk={k},speculative={str(args.speculative).lower()}"
 
 
 def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Accuracy by k (without tasks the tokens predicted as `full`), both in percent, and bits per token by k.
-
-    What `full` has is dashed.
-    """
+    """Draws accuracy by k, or without tasks the agreement with `full`, and bits per token by k; `full` is dashed."""
     full, points = records[0], records[1:]
     k = [r["topk"] for r in points]
     for i, task in enumerate(full["tasks"]):
@@ -47,11 +44,11 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
         axes[0].axhline(100 * full["agreement"], linestyle="--", linewidth=1)
     axes[1].plot(k, [r["bits"] for r in points], marker="o", color="C3")
     axes[1].axhline(full["bits"], linestyle="--", color="C3", linewidth=1)
-    linear = min(filter(None, k), default=1)  # the axis is linear from 0 to the fewest rows
+    linear = min(filter(None, k), default=1)  # the axis is linear from 0 to the smallest k
     for axis, name in zip(axes, names, strict=True):
         axis.set_xscale("symlog", base=2, linthresh=linear)
         axis.set_xlim(-linear / 5, 1.2 * max(k))
-        axis.set(xlabel="rows fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
+        axis.set(xlabel="tokens fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(-3, 103)
     percents(axes[0].yaxis, 100)
@@ -62,9 +59,9 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's text."""
-    parser = common.add_quality(common.parser(__doc__))
-    parser.add_argument("--topk", type=integers, default=TOPK)
+    """Measures, draws and prints; see the module's docstring."""
+    parser = common.add_quality_options(common.model_parser(__doc__))
+    parser.add_argument("--topk", type=parse_integers, default=TOPK)
     parser.add_argument("--residual", type=int, default=64, help="recent tokens in full precision")
     parser.add_argument("--speculative", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(tasks=["variables", "copying"])
@@ -72,38 +69,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, model = machine(), kvjax.load(args.model)
     chosen = {method(k, args): k for k in args.topk}
     records = [{**r, "topk": chosen.get(r["method"])} for r in common.measure(args, model, list(chosen))]
-    columns = common.columns(args, model)
+    columns = common.record_columns(args, model)
 
-    def said(k):
-        return FULL if k is None else PAPER.get(k, (None, None))
-
-    rows = [("full" if r["topk"] is None else r["topk"], *common.cells(r), *said(r["topk"])) for r in records]
+    rows = []
+    for r in records:
+        k = r["topk"]
+        paper = FULL if k is None else PAPER.get(k, (None, None))
+        rows.append(("full" if k is None else k, *common.format_record(r), *paper))
     path = args.out / "specache_figure5.png"
     right = "right answers, %" if records[0]["tasks"] else "tokens predicted as full, %"
-    common.figure(path, lambda axes: draw(axes, records, (right, columns[-2])), 2)
+    common.save_figure(path, lambda axes: draw(axes, records, (right, columns[-2])), 2)
     title = f"SpeCache, Figure 5: {args.model}, {args.length:,}-token contexts, 1 bit, groups of {args.group}"
     notes = [
-        common.protocol(args, model, records),
-        "Differs from the paper: another model and other tasks. Its figure prints no numbers; those beside are of its "
-        f"Table 1, LongBench averages, where 0 rows go with residual 128. Plot: {path}",
+        common.describe_protocol(args, model, records),
+        "Differs from the paper: another model and other tasks. Its figure prints no numbers; these are from its "
+        f"Table 1, LongBench averages, where 0 tokens are measured with residual 128. Plot: {path}",
     ]
     heads = ("k", *columns, "paper: Mistral", "LLaMA-3")
     report("specache_figure5", before, [table(title, heads, rows)], notes, records)
 
 
 def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     full, *points = results
-    ours = ", ".join(f"k={r['topk']} {common.average(r):.1f}%" for r in points)
-    first, last = common.average(points[0]), common.average(points[-1])
+    ours = ", ".join(f"k={r['topk']} {common.mean_accuracy(r):.1f}%" for r in points)
+    first, last = common.mean_accuracy(points[0]), common.mean_accuracy(points[-1])
     return (
-        f"full {common.average(full):.1f}%; {ours}",
+        f"full {common.mean_accuracy(full):.1f}%; {ours}",
         f"LLaMA-3: full {FULL[1]}; " + ", ".join(f"k={k} {p[1]}" for k, p in PAPER.items()),
-        f"{last - first:+.1f} points from the fewest to the most rows, {common.average(full) - last:.1f} below full; "
-        "in the "
-        "paper 64 rows are enough.",
+        f"{last - first:+.1f} points from the smallest to the largest k, "
+        f"{common.mean_accuracy(full) - last:.1f} below full; in the paper k = 64 is enough.",
     )
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -1,9 +1,9 @@
 """SpeCache, appendix C: all 15 LongBench tasks, the methods of Table 2 and KIVI.
 
-python -m experiments.papers.specache_appendix --model DIR --data DATA [--length 7500] [--contexts 200] [--run DIR]
-python -m experiments.papers.specache_appendix [--ratios 8] [--tasks ruler.vt,symbols.copying]
+python -m experiments.papers.specache.appendix --model DIR --data DATA [--length 7500] [--contexts 200] [--run DIR]
+python -m experiments.papers.specache.appendix [--ratios 8] [--tasks ruler.vt,symbols.copying]
 
-With --data the tasks are LongBench's own, from local files. Without, the shipped model's tasks stand in for them.
+With --data the tasks are LongBench's own, from local files; without it, synthetic tasks stand in for them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import mean
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
-from experiments.papers.specache_figure4 import add_run, evaluated
+from experiments.papers.specache.figure4 import add_run_options, evaluate_methods
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
@@ -28,7 +28,7 @@ TASKS = (
     *("multi_news", "trec", "triviaqa", "samsum", "passage_retrieval_en", "lcc", "repobench-p"),
 )
 STAND_INS = ("ruler.vt", "ruler.niah_multiquery", "completion.exact")
-# Scores in the order of TASKS, the average that the paper prints last. 4x and 8x: 0.25 and 0.13 of the cache.
+# Scores in the order of TASKS, then the paper's average. 4x and 8x: 0.25 and 0.13 of the cache.
 PAPER = {
     "Mistral-7B": {
         "Full": "26.9 33.1 49.2 43.0 27.3 18.8 32.9 24.2 27.0 71.0 86.2 42.8 87.0 53.5 51.4 45.0",
@@ -60,8 +60,8 @@ PAPER = {
 
 
 def methods(length: int, ratios: Sequence[int], group: int, block: int) -> dict[str, str]:
-    """Label -> method string; the baselines spend as in Table 2 (`specache_table2`)."""
-    out = {"Full": "full"}
+    """Method strings by label; the baselines divide their budgets as in Table 2 (`specache.table2`)."""
+    found = {"Full": "full"}
     for ratio in ratios:
         total, bits = max(length // ratio, 1), 2 if ratio == 4 else 1
         sinks = max(int(0.021 * total), 1)
@@ -69,18 +69,18 @@ def methods(length: int, ratios: Sequence[int], group: int, block: int) -> dict[
         local = max(total - sinks - topk * block, 1)
         low = f"bits={bits},group={group}"
         parts = f"block={block},sinks={sinks},local={local},topk={topk},representatives={min(4, block)}"
-        out |= {
+        found |= {
             f"InfLLM {ratio}x": f"infllm:{parts},chunk={min(64, local)}",
             f"StreamLLM {ratio}x": f"streaming_llm:recent={max(total - sinks, 1)},sinks={sinks}",
             f"H2O {ratio}x": f"h2o:heavy={max(total // 2, 1)},recent={max(total - total // 2, 1)}",
             f"KIVI {bits} bit": f"kivi:{low}",
             f"SpeCache {bits} bit": f"specache:{low}",
         }
-    return out
+    return found
 
 
-def scores(records: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Label -> task -> mean score over cases, in percent."""
+def mean_scores(records: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Mean score over cases in percent: label -> task -> score."""
     found: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
     by = {method: label for label, method in labels.items()}
     for r in records:
@@ -88,14 +88,14 @@ def scores(records: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> d
     return {label: {task: 100 * mean(x) for task, x in tasks.items()} for label, tasks in found.items()}
 
 
-def paper(model: str) -> dict[str, dict[str, float]]:
-    """The paper's scores: label -> task -> percent."""
+def paper_scores(model: str) -> dict[str, dict[str, float]]:
+    """The paper's scores in percent: label -> task -> score."""
     split = {label: [float(x) for x in text.split()] for label, text in PAPER[model].items()}
     return {label: dict(zip((*TASKS, "average"), x, strict=True)) for label, x in split.items()}
 
 
-def grid(title: str, found: Mapping[str, Mapping[str, float]]) -> Any:
-    """A table: tasks down, methods across, then the average."""
+def score_table(title: str, found: Mapping[str, Mapping[str, float]]) -> Any:
+    """A table of tasks by methods, with the average below."""
     tasks = [t for t in next(iter(found.values())) if t != "average"]
     rows = [(t, *(f"{x[t]:.1f}" for x in found.values())) for t in tasks]
     rows.append(("average", *(f"{x.get('average', mean(x[t] for t in tasks)):.1f}" for x in found.values())))
@@ -111,10 +111,10 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    p = add_run(common.parser(__doc__), "")
+    """Measures and prints; see the module's docstring."""
+    p = add_run_options(common.model_parser(__doc__), "")
     p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
-    p.add_argument("--ratios", type=integers, default=[4, 8], help="so many times smaller than the context")
+    p.add_argument("--ratios", type=parse_integers, default=[4, 8], help="context over budget")
     p.add_argument(
         "--tasks", type=common.words, help="names or families (default: all of LongBench's 15, or stand-ins)"
     )
@@ -129,32 +129,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.methods:
         labels = {m: m for m in resolve(args.methods)}
     spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text, args.data)
-    found = scores(evaluated(args, model, list(labels.values()), tasks, spec), labels)
-    tables = [grid(f"SpeCache, appendix C: {args.model}, {length:,} tokens, ours", found)]
-    tables += [grid(f"The paper, {name}, LongBench", paper(name)) for name in PAPER]
+    found = mean_scores(evaluate_methods(args, model, list(labels.values()), tasks, spec), labels)
+    tables = [score_table(f"SpeCache, appendix C: {args.model}, {length:,} tokens, ours", found)]
+    tables += [score_table(f"The paper, {name}, LongBench", paper_scores(name)) for name in PAPER]
     notes = [*[MISSING.format(SOURCE.format(task="TASK").rpartition(" at ")[2])] * (not real)]
     notes += [n.format("" if real else " and other tasks") for n in NOTES]
     report("specache_appendix", before, tables, notes, {"methods": labels, "longbench": real, "scores": found})
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
-    said = paper("LLaMA-3-8B")
-    both = [label for label in average if label in said]
+    theirs = paper_scores("LLaMA-3-8B")
+    both = [label for label in average if label in theirs]
 
-    def ranked(f):
-        return sorted(both, key=f, reverse=True)
-
-    ours, theirs = ranked(lambda x: average[x]), ranked(lambda x: said[x]["average"])
+    our_order = sorted(both, key=lambda label: average[label], reverse=True)
+    their_order = sorted(both, key=lambda label: theirs[label]["average"], reverse=True)
     where = "LongBench" if results["longbench"] else f"{len(next(iter(results['scores'].values())))} stand-in tasks"
-    order = "the paper's order" if ours == theirs else f"{' > '.join(ours)}, the paper's {' > '.join(theirs)}"
+    order = "the paper's order"
+    if our_order != their_order:
+        order = f"{' > '.join(our_order)}, the paper's {' > '.join(their_order)}"
     return (
         f"{where}: " + ", ".join(f"{label} {x:.1f}" for label, x in average.items()),
-        "LLaMA-3-8B: " + ", ".join(f"{label} {said[label]['average']:.1f}" for label in both),
+        "LLaMA-3-8B: " + ", ".join(f"{label} {theirs[label]['average']:.1f}" for label in both),
         f"{'The same tasks' if results['longbench'] else 'Averages of other tasks'}, another model; order: {order}.",
     )
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

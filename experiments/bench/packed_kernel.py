@@ -1,18 +1,17 @@
-"""Decode attention over packed keys and values beside the same attention in bfloat16, in one run.
+"""Decode attention over packed keys and values against the same attention in bfloat16, in one run.
 
-python -m experiments.bench.packed [--bits 2] [--context 32768] [--batches 1,8]
+python -m experiments.bench.packed_kernel [--bits 2] [--context 32768] [--batches 1,8]
 
-Sides: "kernel", kvjax.kernels.packed.attend (on a GPU only); "dequantised", its reference, which unpacks everything;
-"dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla", jax.nn.dot_product_attention on
-them, where it supports the shapes. All agree, or the run stops. A turn goes several times over as many layers as it
-takes to read more than caches hold; seconds are per layer. GB/s counts what a side must read; its share is of the
-bandwidth measured in the same turns. The target is a kernel at least 3 times as fast as "dense" on a GPU.
-Without a GPU everything is small, there is no kernel, and the figures say little.
+Sides: "kernel", `kvjax.core.kernels.packed.attend` (on a GPU only); "dequantised", its reference, which unpacks
+everything; "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla",
+`jax.nn.dot_product_attention` on them, where it supports the shapes. The run stops if two sides disagree. A turn runs
+several times over enough layers to exceed the caches; seconds are per layer. GB/s counts the bytes that a side must
+read; "of bandwidth" is their rate over the bandwidth measured in the same turns. The target is a kernel at least 3
+times as fast as "dense" on a GPU. Without a GPU the sizes are small, there is no kernel, and the figures say little.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,25 +19,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.common import interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.probes import read_probes
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    make_parser,
+    parse_integers,
+    read_probes,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.kernels import packed
 from kvjax.core.types import KVBlock
 
 K, G, H, GROUP = 8, 4, 128, 64  # key/value heads, query heads of each, channels, numbers that share a scale
-SIZES = {  # with and without a GPU
+SIZES = {  # defaults, by whether there is a GPU
     True: {"context": 32_768, "batches": [1, 8], "megabytes": 256, "rounds": 8, "repeats": 9, "read_megabytes": 4096},
     False: {"context": 1024, "batches": [1, 2], "megabytes": 1, "rounds": 1, "repeats": 5, "read_megabytes": 64},
 }
-TOLERANCE = 0.05  # norm of the difference to the reference, of its own norm: codes are exact, bfloat16 is not
+TOLERANCE = 0.05  # norm of the difference to the reference over the reference's: codes are exact, bfloat16 is not
 
-Layer = dict[str, Any]  # the same numbers as each side wants them
+Layer = dict[str, Any]  # the same numbers in the form that each side takes
 
 
 @functools.partial(jax.jit, static_argnames=("B", "S", "bits"))
-def layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
-    """Random codes of numbers between about -1 and 1, and what they stand for in bfloat16."""
+def random_layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
+    """Random codes of numbers between about -1 and 1, and these numbers in bfloat16."""
     keys = iter(jax.random.split(key, 6))
 
     def codes(*scales: int) -> packed.Codes:
@@ -53,7 +62,7 @@ def layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
 
 
 def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
-    """Name -> (what it takes of a layer, function of q [B K G 1 H] and that, giving the output)."""
+    """Name -> (the side's key in a Layer, its function of q [B K G 1 H] and of that entry)."""
 
     def over_codes(attend, q, codes):
         at = jnp.full((q.shape[0],), S, jnp.int32)
@@ -63,9 +72,9 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
         return merge([attend_dense(q, block, jnp.full((q.shape[0], 1), S, jnp.int32))])
 
     def theirs(implementation, q, kv):
-        row = q.reshape(q.shape[0], 1, K * G, H)
+        query = q.reshape(q.shape[0], 1, K * G, H)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tests are stricter than JAX
-            return jax.nn.dot_product_attention(row, *kv, implementation=implementation).reshape(q.shape)
+            return jax.nn.dot_product_attention(query, *kv, implementation=implementation).reshape(q.shape)
 
     kernel = {"kernel": ("packed", functools.partial(over_codes, packed.attend))}
     cudnn = {"jax cudnn": ("jax", functools.partial(theirs, "cudnn"))}
@@ -78,60 +87,69 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
     }
 
 
-def turn(attend: Callable, rounds: int) -> Callable:
-    """All layers, one after the other as in a decoder, `rounds` times, compiled."""
+def compile_turn(attend: Callable, num_rounds: int) -> Callable:
+    """Jits `num_rounds` passes over all layers; each output changes the next query, as in a decoder."""
 
     def run(q, layers):
-        def through(_, q):
+        def run_layers(_, q):
             for x in layers:
                 q = q + 0.01 * attend(q, x).astype(q.dtype)
             return q
 
-        return jax.lax.fori_loop(0, rounds, through, q)
+        return jax.lax.fori_loop(0, num_rounds, run_layers, q)
 
     return jax.jit(run)
 
 
-def agreement(runs: dict[str, tuple[str, Callable]], q: jax.Array, x: Layer) -> tuple[dict[str, float], list[str]]:
-    """(norm of each side's difference to the reference, of the reference's; which of JAX's cannot do this)."""
-    wanted = jax.jit(runs["dequantised"][1])(q, x["packed"])
+def relative_errors(
+    runs: dict[str, tuple[str, Callable]], q: jax.Array, x: Layer
+) -> tuple[dict[str, float], list[str]]:
+    """Norm of each side's difference to the reference over the reference's norm.
+
+    Returns:
+      the errors by name, and a note for each of JAX's implementations that does not support these shapes.
+
+    Raises:
+      AssertionError: if an error reaches TOLERANCE.
+    """
+    expected = jax.jit(runs["dequantised"][1])(q, x["packed"])
     errors, left_out = {}, []
     for name, (takes, attend) in runs.items():
         try:
             out = jax.jit(attend)(q, x[takes]).astype(jnp.float32)
-        except Exception as e:  # what JAX raises for a shape it does not support has many types
+        except Exception as e:  # JAX raises many types for a shape that it does not support
             if not name.startswith("jax"):
                 raise
             left_out.append(f"{name} is left out: {str(e).strip().splitlines()[0]}")
             continue
-        errors[name] = float(jnp.linalg.norm(out - wanted) / jnp.linalg.norm(wanted))
+        errors[name] = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
         if not errors[name] < TOLERANCE:
             raise AssertionError(f"{name} differs from the reference by {errors[name]:.1%} of its norm")
     return errors, left_out
 
 
 def measure(bits: int, S: int, B: int, size: dict[str, Any], probes, gpu: bool) -> tuple[dict[str, Any], list[str]]:
-    """One batch size: seconds per layer of each side, and what is left out."""
+    """Seconds per layer of each side for one batch size, and notes on the sides that are left out."""
 
-    def width(x):
+    def num_bytes(x):
         return sum(a.nbytes for a in jax.tree.leaves(x))
 
-    layers = [layer(jax.random.key(0), B, S, bits)]
-    count = max(1, -(-(size["megabytes"] * 2**20) // width(layers[0]["packed"])))
-    layers += [layer(jax.random.key(i), B, S, bits) for i in range(1, count)]
+    layers = [random_layer(jax.random.key(0), B, S, bits)]
+    count = max(1, -(-(size["megabytes"] * 2**20) // num_bytes(layers[0]["packed"])))
+    layers += [random_layer(jax.random.key(i), B, S, bits) for i in range(1, count)]
     q = jax.random.normal(jax.random.key(count), (B, K, G, 1, H), jnp.bfloat16)
     all_sides = sides(bits, S, gpu)
-    errors, left_out = agreement(all_sides, q, layers[0])
+    errors, left_out = relative_errors(all_sides, q, layers[0])
 
     runs = {}
     for name in errors:
         takes, attend = all_sides[name]
-        args = turn(attend, size["rounds"]), q, [x[takes] for x in layers]
-        timed(*args)
-        runs[name] = lambda args=args: timed(*args) / (count * size["rounds"])
+        args = compile_turn(attend, size["rounds"]), q, [x[takes] for x in layers]
+        time_run(*args)
+        runs[name] = lambda args=args: time_run(*args) / (count * size["rounds"])
     read, reads = probes
-    seconds = interleaved({**runs, **reads}, size["repeats"])
-    need = {name: width(layers[0][all_sides[name][0]]) for name in runs}
+    seconds = time_in_turns({**runs, **reads}, size["repeats"])
+    need = {name: num_bytes(layers[0][all_sides[name][0]]) for name in runs}
     cell = {
         "batch": B,
         "layers": count,
@@ -143,33 +161,29 @@ def measure(bits: int, S: int, B: int, size: dict[str, Any], probes, gpu: bool) 
     return cell, left_out
 
 
-COLUMNS = ("batch", "side", "MB/layer", "us/layer", "best", "GB/s", "of bandwidth", "beside dense", "error")
+COLUMNS = ("batch", "side", "MB/layer", "us/layer", "best", "GB/s", "of bandwidth", "vs dense", "error")
 
 
 def rows(cell: dict[str, Any]) -> list[list[str]]:
-    """A cell as lines of the table, one per side."""
-    out, dense = [], cell["seconds_per_layer"]["dense"]["median"]
+    """Formats a cell, one row per side."""
+    lines, dense = [], cell["seconds_per_layer"]["dense"]["median"]
     for name, s in cell["seconds_per_layer"].items():
         rate, t = cell["bytes"][name] / s["median"], s["median"]
         times = (f"{t * 1e6:.1f}", f"{s['best'] * 1e6:.1f}", f"{rate / 1e9:.1f}", f"{rate / cell['bandwidth']:.0%}")
         size, error = f"{cell['bytes'][name] / 1e6:.1f}", f"{cell['error'][name]:.2%}"
-        out.append([cell["batch"], name, size, *times, f"{dense / t:.2f}x", error])
-    return out
+        lines.append([cell["batch"], name, size, *times, f"{dense / t:.2f}x", error])
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
+    """Measures and prints; see the module's docstring."""
     gpu = jax.default_backend() == "gpu"
     default = SIZES[gpu]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def numbers(text):
-        return [int(x) for x in text.split(",")]
-
+    parser = make_parser(__doc__)
     parser.add_argument("--bits", type=int, default=2, choices=(1, 2, 4, 8))
     parser.add_argument("--context", type=int, default=default["context"], help=f"tokens, a multiple of {GROUP}")
-    parser.add_argument("--batches", type=numbers, default=default["batches"])
-    parser.add_argument("--megabytes", type=int, default=default["megabytes"], help="of codes in all layers together")
+    parser.add_argument("--batches", type=parse_integers, default=default["batches"])
+    parser.add_argument("--megabytes", type=int, default=default["megabytes"], help="of codes, in all layers")
     parser.add_argument("--rounds", type=int, default=default["rounds"], help="times over all layers in a turn")
     parser.add_argument("--repeats", type=int, default=default["repeats"], help="turns; the table shows their median")
     parser.add_argument("--read-megabytes", type=int, default=default["read_megabytes"], help="of the bandwidth probe")
@@ -180,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, cells, notes = machine(), [], {}
     probes = read_probes(args.read_megabytes)
     for batch in args.batches:
-        progress(f"batch {batch}")
+        log_progress(f"batch {batch}")
         cell, left_out = measure(args.bits, args.context, batch, vars(args), probes, gpu)
         cells.append({"bits": args.bits, "context": args.context, **cell})
         notes |= dict.fromkeys(left_out)

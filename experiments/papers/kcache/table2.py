@@ -1,9 +1,9 @@
-"""KCache, Table 2: quality by the number of fetched values N and of layers L that keep their values on the device.
+"""KCache, Table 2: quality by the number N of fetched values and the number L of layers with values on the device.
 
-python -m experiments.papers.kcache_table2 [--model DIR] [--n 8,16,32,64,128] [--layers 0,1,2,3] [--tasks variables]
+python -m experiments.papers.kcache.table2 [--model DIR] [--n 8,16,32,64,128] [--layers 0,1,2,3] [--tasks variables]
 
-Few values are enough for the shipped model's tasks: an answer's symbol is in one or two places of the context. So N of
-8 and 16 stand beside the paper's 32, 64 and 128.
+Few values are enough for the shipped model's tasks, since an answer's symbol is in one or two places of the context.
+The table therefore has N of 8 and 16 too, next to the paper's 32, 64 and 128.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 
 MODELS = ("LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B", "Mistral")
@@ -33,7 +33,7 @@ PAPER = {
     (128, 3): ((38.89, 15.09, 64.25), (47.17, 25.55, 70.67), (62.52, 48.52, 71.72), (56.26, 38.44, 70.92)),
 }
 SHOTS = {"bbh_cot_fewshot": 3, "gsm8k": 8, "triviaqa": 5}
-"""The paper's tasks under lm-evaluation-harness's names, and their examples in the prompt."""
+"""The paper's tasks by lm-evaluation-harness's names, and the number of their examples."""
 
 
 def method(n: int, layers: int) -> str:
@@ -42,64 +42,65 @@ def method(n: int, layers: int) -> str:
 
 
 def commands(model: str, text: str, shots: Mapping[str, int] = SHOTS) -> list[str]:
-    """What runs the paper's own tasks on a converted checkpoint, through lm-evaluation-harness."""
-    named = "DIR" if model == "testbed" else model
+    """Commands that run the paper's own tasks on a converted checkpoint with lm-evaluation-harness."""
+    directory = "DIR" if model == "testbed" else model
     run = "python -m kvjax.eval.lm_harness --model kvjax --model_args model={},method={} --tasks {} --num_fewshot {}"
-    return [run.format(named, text.replace(",", "/"), task, n) for task, n in shots.items()]
+    return [run.format(directory, text.replace(",", "/"), task, n) for task, n in shots.items()]
 
 
-def said(key: tuple[int, int]) -> list[str | None]:
-    """The paper's BBH, GSM8K and TriviaQA of each model."""
+def paper_cells(key: tuple[int, int]) -> list[str | None]:
+    """The paper's BBH, GSM8K and TriviaQA scores of each model."""
     return ["  ".join(f"{x:.1f}" for x in scores) for scores in PAPER[key]] if key in PAPER else [None] * len(MODELS)
 
 
 NOTE = (
     "Differs from the paper: another model and other tasks. Its columns: BBH 3-shot, GSM8K 8-shot, TriviaQA 5-shot, in "
-    "percent. N of 8 and 16 are not in the paper: the shipped model's answers stand in one or two places of the "
+    "percent. N of 8 and 16 are not in the paper: the shipped model's answers are in one or two places of the "
     "context, so few values hold most of the attention, and it has {} layers where LLaMA2-7B has 32."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = common.add_quality(common.parser(__doc__), group=False)
-    parser.add_argument("--n", type=integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
-    parser.add_argument("--layers", type=integers, default=[0, 1, 2, 3], help="first layers kept on the device")
+    """Measures and prints; see the module's docstring."""
+    parser = common.add_quality_options(common.model_parser(__doc__), group=False)
+    parser.add_argument("--n", type=parse_integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
+    parser.add_argument("--layers", type=parse_integers, default=[0, 1, 2, 3], help="first layers kept on the device")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     chosen = {method(n, layers): (n, layers) for n in args.n for layers in args.layers}
     records = [{**r, "key": chosen.get(r["method"], (0, 0))} for r in common.measure(args, model, list(chosen))]
-    rows = [("full" if not r["key"][0] else "N={} L={}".format(*r["key"]), *common.cells(r)) for r in records]
-    rows = [(*row, *said(r["key"])) for row, r in zip(rows, records, strict=True)]
-    columns = ("method", *common.columns(args, model), *MODELS)
+    rows = [("full" if not r["key"][0] else "N={} L={}".format(*r["key"]), *common.format_record(r)) for r in records]
+    rows = [(*row, *paper_cells(r["key"])) for row, r in zip(rows, records, strict=True)]
+    columns = ("method", *common.record_columns(args, model), *MODELS)
     title = f"KCache, Table 2: {args.model}, {args.length:,}-token contexts"
     notes = [
-        common.protocol(args, model, records),
+        common.describe_protocol(args, model, records),
         NOTE.format(model.config.layers),
         "The paper's tasks on a converted checkpoint (with the extra lm-eval):",
         *commands(args.model, method(args.n[-1], args.layers[-1])),
     ]
-    report(
-        "kcache_table2", before, [table(title, columns, rows)], notes, {"layers": model.config.layers, "lines": records}
-    )
+    results = {"layers": model.config.layers, "lines": records}
+    report("kcache_table2", before, [table(title, columns, rows)], notes, results)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     full, *others = results["lines"]
     least, most = min(r["key"][0] for r in others), max(r["key"][0] for r in others)
     at = {tuple(r["key"]): r for r in others}
     first, last = at[least, min(k[1] for k in at)], at[most, max(k[1] for k in at)]
 
-    def shown(r) -> str:
+    def describe(r) -> str:
         agree = f" ({r['agreement']:.1%} predict as full)" if r["tasks"] else ""
-        return "N={} L={} {:.1f}%".format(*r["key"], common.average(r)) + agree
+        return "N={} L={} {:.1f}%".format(*r["key"], common.mean_accuracy(r)) + agree
 
-    gain = common.average(first) < common.average(last)
+    gain = common.mean_accuracy(first) < common.mean_accuracy(last)
     why = "as in the paper" if gain else "our answers need few values of few layers"
-    near = common.average(last) >= common.average(full) - 100 * sum(t["error"] for t in full["tasks"].values())
+    near = common.mean_accuracy(last) >= common.mean_accuracy(full) - 100 * sum(
+        t["error"] for t in full["tasks"].values()
+    )
     return (
-        f"full {common.average(full):.1f}%; {shown(first)}; {shown(last)}",
+        f"full {common.mean_accuracy(full):.1f}%; {describe(first)}; {describe(last)}",
         "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",
         f"The largest N with device layers is {'near' if near else 'below'} full, near it in the paper; the smallest "
         f"N on no device layer loses {'more' if gain else 'no more'}: {why}.",
@@ -107,4 +108,4 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

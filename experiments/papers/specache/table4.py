@@ -1,9 +1,9 @@
-"""SpeCache, Table 4: rows fetched a step ahead at the word of a guess, or chosen by the query itself and waited for.
+"""SpeCache, Table 4: tokens prefetched for a predicted next query, or fetched for the query itself.
 
-python -m experiments.papers.specache_table4 [--model DIR] [--rows 8] [--tasks variables,copying]
+python -m experiments.papers.specache.table4 [--model DIR] [--rows 8] [--tasks variables,copying]
 
-Quality on tasks and text; and seconds per decode step of all variants, in turns, on --rows contexts of --length random
-keys and values.
+Quality on tasks and text, and seconds per decode step of all variants, in turns, on --rows contexts of --length random
+keys and values. A prefetch hides the bus behind the step before, but needs a second token per step, the predicted one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.common import interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import random_loop
+from experiments.bench.decoders import random_loop, time_decode_steps
+from experiments.bench.measuring import log_progress, machine, report, summary, table
 from experiments.papers import common
 from kvjax import Model
 
@@ -23,7 +23,7 @@ PAPER = {(2, False): (42.6, 877), (2, True): (42.5, 643), (1, False): (42.4, 114
 
 
 def methods(group: int) -> dict[str, tuple[int, bool]]:
-    """Method strings -> (bits, speculative)."""
+    """(bits, speculative) by method string."""
     text = "specache:bits={},group={},speculative={}"
     return {text.format(bits, group, str(ahead).lower()): (bits, ahead) for bits, ahead in PAPER}
 
@@ -32,12 +32,11 @@ def latency(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> dic
     """Seconds per step of each method, in turns within one run."""
     loops = {}
     for text in texts:
-        progress(f"decode loop, {text}")
+        log_progress(f"decode loop, {text}")
         room = args.steps * (args.repeats + 1)
         loops[text] = random_loop(model, kvjax.parse(text), args.rows, args.length, room)
         loops[text].decode(args.steps)
-    runs = {text: (lambda loop=loop: loop.decode(args.steps) / args.steps) for text, loop in loops.items()}
-    return {text: summary(s) for text, s in interleaved(runs, args.repeats).items()}
+    return {text: summary(s) for text, s in time_decode_steps(loops, args.steps, args.repeats).items()}
 
 
 NOTE = (
@@ -45,14 +44,14 @@ NOTE = (
     "2,048 tokens, on a GPU, where fetching crosses a bus. {}"
 )
 ON_CPU = (
-    "On this machine host and device memory are the same RAM and nothing runs beside the step: no bus to hide, and "
-    "a guess only costs a second token."
+    "On this machine host and device memory are the same RAM and nothing runs in parallel to the step: there is no "
+    "bus to hide, and a prediction only costs a second token."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = common.add_quality(common.parser(__doc__))
+    """Measures and prints; see the module's docstring."""
+    parser = common.add_quality_options(common.model_parser(__doc__))
     parser.add_argument("--rows", type=int, default=8, help="batch whose steps are timed")
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=7, help="turns; the median counts")
@@ -60,27 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, model, chosen = machine(), kvjax.load(args.model), methods(args.group)
     seconds = latency(args, model, ["full", *chosen])
     records = [{**r, "seconds_per_step": seconds[r["method"]]} for r in common.measure(args, model, list(chosen))]
-    rows = [row(r, chosen.get(r["method"])) for r in records]
-    columns = ("method", *common.columns(args, model), "ms/step", "paper: LongBench", "ms/step ")
-    title = f"SpeCache, Table 4: {args.model}, {args.length:,} tokens; steps of {args.rows} rows"
+    rows = []
+    for r in records:
+        paper = PAPER.get(chosen.get(r["method"]), (42.7, None))  # 42.7: `full`
+        rows.append([r["method"], *common.format_record(r), f"{r['seconds_per_step']['median'] * 1e3:.2f}", *paper])
+    columns = ("method", *common.record_columns(args, model), "ms/step", "paper: LongBench", "ms/step ")
+    title = f"SpeCache, Table 4: {args.model}, {args.length:,} tokens; steps of {args.rows} sequences"
     note = NOTE.format(ON_CPU if before["device"] == "cpu" else "")
-    notes = [common.protocol(args, model, records), note]
+    notes = [common.describe_protocol(args, model, records), note]
     report("specache_table4", before, [table(title, columns, rows)], notes, records)
 
 
-def row(r: dict[str, Any], key: tuple[int, bool] | None) -> list[Any]:
-    """A record for people."""
-    said = PAPER.get(key, (42.7, None))
-    return [r["method"], *common.cells(r), f"{r['seconds_per_step']['median'] * 1e3:.2f}", *said]
-
-
 def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     ms = {r["method"]: 1e3 * r["seconds_per_step"]["median"] for r in results}
-    ours = "; ".join(f"{r['method']} {common.average(r):.1f}%, {ms[r['method']]:.1f} ms" for r in results)
-    said = "; ".join(f"{bits} bit, speculative {str(a).lower()}: {q}, {t} ms" for (bits, a), (q, t) in PAPER.items())
-    return ours, said, "The guess costs a second token and hides a bus; where there is no bus, only the cost is left."
+    ours = "; ".join(f"{r['method']} {common.mean_accuracy(r):.1f}%, {ms[r['method']]:.1f} ms" for r in results)
+    paper = "; ".join(f"{bits} bit, speculative {str(a).lower()}: {q}, {t} ms" for (bits, a), (q, t) in PAPER.items())
+    return ours, paper, "The prediction costs a second token and hides a bus; without a bus only the cost is left."
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)
