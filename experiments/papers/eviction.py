@@ -238,8 +238,8 @@ def measure(
       the outcomes, and the bytes of each method.
     """
     methods = methods if isinstance(methods, Mapping) else resolve(methods)
-    found, parts = Found(), {}
-    work = [(t, instances(args, model, t), Asked) for t in questions.asked(model, args.tasks, TASKS)]
+    found, parts = Measurements(), {}
+    work = [(t, instances(args, model, t), QuestionPrompts) for t in questions.select_tasks(model, args.tasks, TASKS)]
     if with_text or not work:
         rows = common.windows(args, model, args.length + args.tokens)
         work.append(("text", rows, lambda model, rows: TextPrompts(model, rows, args.length)))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from docs.generate.pairs import judge_pair
 from kvjax import parse
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
@@ -102,7 +103,7 @@ def test_c8_a_pair_keeps_its_types_through_a_step(a, b):
 
 
 def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
-    verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
+    verdicts = {pair: judge_pair(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
     assert len(verdicts) == 120
     assert len([v for v in verdicts.values() if not v.composes and not v.reason.startswith("both ")]) <= 12
 
