@@ -10,7 +10,7 @@ from typing import Any
 import kvjax
 from docs.generate.entries import builtin_entries
 from docs.generate.methods import planned_fractions, prose
-from experiments.methods import measured
+from experiments.methods import read_results
 
 TABLE = Path(__file__).with_name("field.toml")
 NUM_NUMBERS = 5  # columns of `numbers`
@@ -83,7 +83,7 @@ def table(systems: list[dict[str, Any]], results: dict[str, dict[str, Any]], fir
 
 def page() -> str:
     """The page."""
-    systems, results = load_systems(), measured()
+    systems, results = load_systems(), read_results()
     survey, others = systems["survey"], systems["others"]
     num_here = sum("methods" in system or "calls" in system for system in survey)
     differing = [(system["name"], differences(system)) for system in (*survey, *others)]

@@ -15,7 +15,7 @@ import kvjax
 from docs.generate.entries import builtin_entries, code_list, entries_by_family, family_path
 from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
 from docs.generate.pairs import judge_pair, refusals
-from experiments.methods import measured
+from experiments.methods import read_results
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
 from kvjax.methods.registry import FAMILIES, MethodEntry
@@ -191,7 +191,7 @@ def _testbed_config() -> Any:
 
 def testbed_table(methods: Sequence[str]) -> str:
     """The results on the testbed model, and the methods without any."""
-    results = measured()
+    results = read_results()
     names = [name for name in dict.fromkeys(methods) if name in results]
     rows = []
     for name in names:

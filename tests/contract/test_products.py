@@ -74,7 +74,7 @@ def component_kinds(name: str) -> str:
         select, scorer = method.select, method.select.scorer
         asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
         observation = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
-        components["select"] = (type(select.budget), select.unit, select.per, *observation)
+        components["select"] = (type(select.budget), select.granularity, select.scope, *observation)
     return NUMBER.sub("", str(components))
 
 

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from docs.generate import __main__, composition, entries, equal_bytes, field, methods
 from docs.generate.entries import builtin_entries
-from experiments.methods import MEASURED, measured
+from experiments.methods import RESULTS, read_results
 from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.registry import FAMILIES, register_method
 from kvjax.methods.strings import parse_parts
@@ -80,7 +80,7 @@ def test_pages_do_not_depend_on_what_a_user_has_registered(clean_registry):
 
 
 def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
-    found = measured()
+    found = read_results()
     assert {e.name for e in builtin_entries().values() if e.example not in found} == set()
     first, *groups = methods.menu()
     assert first == "methods/index.md" and len(groups) == len(FAMILIES)
@@ -93,7 +93,7 @@ def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_of_a_page_are_those_of_the_results(name):
-    page, row = methods.page(builtin_entries()[name]), json.loads(MEASURED.read_text())[builtin_entries()[name].example]
+    page, row = methods.page(builtin_entries()[name]), json.loads(RESULTS.read_text())[builtin_entries()[name].example]
     (line,) = (
         cells for cells in table_rows(page) if cells[0] == f"`{builtin_entries()[name].example}`" and len(cells) == 8
     )
