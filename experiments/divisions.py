@@ -254,7 +254,7 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
-    slots = select.most_of(width)
+    slots = select.max_kept_up_to(width)
     share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
         share = MeasuredHeadTokens(tokens, select.granularity.size)

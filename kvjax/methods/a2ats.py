@@ -120,7 +120,9 @@ class WindowedRopeRetrieval(Retrieve):
     ) -> ReadResult:
         asking = self._far(q, q_pos, layer.spec)
         return ReadResult(
-            self.found(layer, state, q, q_pos, asking, state.reader_state), state.reader_state, cross_layer=cross_layer
+            self.attend_retrieved(layer, state, q, q_pos, asking, state.reader_state),
+            state.reader_state,
+            cross_layer=cross_layer,
         )
 
     def _far(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:

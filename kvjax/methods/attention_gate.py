@@ -16,7 +16,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import KVBlock
@@ -86,4 +86,4 @@ def attention_gate(
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
     select = make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
-    return Method(select=select, side_store=Pages(ThresholdBudgets(above), page))
+    return Method(select=select, side_store=PagedHeads(ThresholdBudgets(above), page))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.codecs.ordered import SortedChannels
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -34,5 +34,5 @@ def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     Reference:
       Accurate Block Quantization in LLMs with Outliers, Trukhanov & Soloveychik 2024, arXiv 2403.20137
     """
-    rows = Rows(BlockFloat(bits, block))
+    rows = PerTokenCodec(BlockFloat(bits, block))
     return Method(k=SortedChannels(rows) if sort else rows, v=rows)

@@ -19,7 +19,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Newest
 
@@ -73,4 +73,4 @@ def duo_attention(
       DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention
     """
     rule = Streaming(HeadWeights.table_file(table), sparsity, sinks + recent)
-    return Method(select=Selection(Newest(), MeanOfHeads(rule), sinks, recent), side_store=Pages(rule, page))
+    return Method(select=Selection(Newest(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))

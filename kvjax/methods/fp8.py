@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -28,5 +28,5 @@ def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
     Reference:
       vLLM, kv_cache_dtype fp8_per_token_head, and fp8; the formats: Micikevicius et al. 2022, arXiv 2209.05433
     """
-    rows = Rows(Fp8(kind, scaled))
+    rows = PerTokenCodec(Fp8(kind, scaled))
     return Method(k=rows, v=rows)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.outliers import ByChannel, ByToken
+from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
+from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
 from kvjax.cache.codecs.residual import LowRankResidual
-from kvjax.cache.codecs.tokens import Tokens
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
 
@@ -38,6 +37,6 @@ def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, ever
       GEAR, Kang et al. 2024, arXiv 2403.05527, section 4; its variant KCVT
     """
     return Method(
-        k=LowRankResidual(Channels(bits, every), ByChannel(share), rank, later),
-        v=LowRankResidual(Tokens(bits, every), ByToken(share), rank, later),
+        k=LowRankResidual(Channelwise(bits, every), ChannelOutliers(share), rank, later),
+        v=LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later),
     )

@@ -21,7 +21,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -315,4 +315,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> Method:
     Reference:
       kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416
     """
-    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.table_file(table)), page))
+    return Method(side_store=PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
 
@@ -28,5 +29,5 @@ def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     Reference:
       vLLM, kv_cache_dtype int4_per_token_head; rotation: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 3
     """
-    rows = Rows(MinMax(4, clip), "hadamard" if rotate else "")
+    rows = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
     return Method(k=rows, v=rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import Absmax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
 
@@ -22,4 +23,4 @@ def int8() -> Method:
     Reference:
       vLLM, kv_cache_dtype int8_per_token_head
     """
-    return Method(k=Rows(Absmax()), v=Rows(Absmax()))
+    return Method(k=PerTokenCodec(Absmax()), v=PerTokenCodec(Absmax()))

@@ -6,7 +6,7 @@ import dataclasses
 
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec
-from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
+from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
 from kvjax.cache.codecs.sparse import DenseAndSparse
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
@@ -18,17 +18,17 @@ class QuantileOutliers(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: IntOrArray) -> IntOrArray:
-        return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
+    def num_per_side(self, length: IntOrArray) -> IntOrArray:
+        return super().num_per_side(length - 1) + 1 if self.share else super().num_per_side(length)
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelQuantileOutliers(QuantileOutliers, ByChannel):
+class ChannelQuantileOutliers(QuantileOutliers, ChannelOutliers):
     """Outliers of each channel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenQuantileOutliers(QuantileOutliers, ByToken):
+class TokenQuantileOutliers(QuantileOutliers, TokenOutliers):
     """Outliers of each token."""
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -90,7 +90,11 @@ class Repeated(Scorer):
             return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
 
         asking = _inverse_norms(observation)
-        blocks = cut(observation.q, 3, 64), cut(observation.pos, 1, 64, -1), cut(asking, 1, 64)
+        blocks = (
+            split_blocks(observation.q, 3, 64),
+            split_blocks(observation.pos, 1, 64, -1),
+            split_blocks(asking, 1, 64),
+        )
         most, _ = lax.scan(add, vary(jnp.zeros(piece.k.shape[:3])), blocks)
         most = jnp.where(own_pos >= 0, most, 0.0)
         held = lax.dynamic_slice_in_dim(before, first, size, 2)

@@ -6,17 +6,18 @@ import dataclasses
 
 from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.chunk_quant import Tokenwise
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(PromptAdaptiveTiers, Tier):
+class BalancedTier(PromptAdaptiveTiers, ScoredTiers):
     """A low tier whose keys are brought into balance by all queries and keys of the prompt."""
 
 
@@ -49,10 +50,10 @@ def mikv(
     Reference:
       No Token Left Behind (MiKV), Yang et al. 2024, arXiv 2402.18096, sections 3.1 and 3.2
     """
-    coded = Tokens(low, group=group)
-    held = Rows(MinMax(high)) if high else Plain()
+    coded = Tokenwise(low, group=group)
+    held = PerTokenCodec(MinMax(high)) if high else Plain()
     if balance:
         tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
+        tier = ScoredTiers(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

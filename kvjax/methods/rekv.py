@@ -38,7 +38,7 @@ class MeanKeys(Index):
 
     size: int
 
-    def summarise(self, keys: Array, real: Array) -> Array:
+    def summarize(self, keys: Array, real: Array) -> Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
 
     def join(self, before: Array, more: Array) -> Array:
@@ -81,7 +81,9 @@ class ByQuestion(Retrieve):
         kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
         return ReadResult(
-            self.found(layer, state, q, q_pos, asking, reader_state.blocks), reader_state, cross_layer=cross_layer
+            self.attend_retrieved(layer, state, q, q_pos, asking, reader_state.blocks),
+            reader_state,
+            cross_layer=cross_layer,
         )
 
 

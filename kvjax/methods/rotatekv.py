@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.codecs.across_heads import CrossHeadRotation
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.zero_point import ZeroPointQuantizer
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -42,5 +42,5 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
       RotateKV, Su et al. 2025, arXiv 2501.16383; constants of its authors' code
     """
     quantizer = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = CrossHeadRotation(Rows(quantizer), heads, Bases.table_file(table) if table else None)
-    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(Rows(quantizer, "hadamard"), sinks))
+    keys = CrossHeadRotation(PerTokenCodec(quantizer), heads, Bases.table_file(table) if table else None)
+    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(PerTokenCodec(quantizer, "hadamard"), sinks))

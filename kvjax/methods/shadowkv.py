@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.low_rank import Fitted
+from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.base import map_query_blocks
@@ -48,7 +48,7 @@ class Shadow(SideStore):
     outliers: int = 48
     local: int = 4
 
-    host = True
+    uses_host_memory = True
 
     def __post_init__(self):
         if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
@@ -110,7 +110,7 @@ class Shadow(SideStore):
 
     def _inner(self, layer: MethodLayer) -> MethodLayer:
         """The layer as the chunks see it."""
-        fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
+        fitted = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:

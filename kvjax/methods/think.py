@@ -36,7 +36,7 @@ class OlderTokens(PromptAdaptiveTiers):
     def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]

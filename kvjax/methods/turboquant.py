@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.codecs.ends import ExactEndLayers
 from kvjax.cache.codecs.even import UniformQuantizer
 from kvjax.cache.codecs.lloyd import LloydMax
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -37,5 +37,5 @@ def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int
     Reference:
       TurboQuant, Zandieh et al. 2025, arXiv 2504.19874; as in vLLM, kv_cache_dtype turboquant_4bit_nc and its like
     """
-    keys = Rows(Fp8(scaled=False)) if k_bits == 8 else Rows(LloydMax(k_bits, correct), "hadamard")
-    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(Rows(UniformQuantizer(v_bits)), ends))
+    keys = PerTokenCodec(Fp8(scaled=False)) if k_bits == 8 else PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
+    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(PerTokenCodec(UniformQuantizer(v_bits)), ends))

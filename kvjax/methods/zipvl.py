@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
@@ -24,7 +23,7 @@ from kvjax.methods.zipcache import Probes
 
 
 @dataclasses.dataclass(frozen=True)
-class Unimportant(Tiers):
+class Unimportant(PrecisionTiers):
     """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
 
     The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
@@ -54,10 +53,10 @@ class Unimportant(Tiers):
     def num_main_slots(self, kept: int) -> int:
         return -fraction_of(self.most, -kept)  # rounded up
 
-    def room(self, kept: int) -> int:
+    def low_tier_tokens(self, kept: int) -> int:
         return kept - fraction_of(self.least, kept)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -106,6 +105,6 @@ def zipvl(
     Reference:
       ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256
     """
-    keys, values = Channels(low), SeparableTokenwise(low)
+    keys, values = Channelwise(low), SeparableTokenwise(low)
     tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))
+    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

@@ -49,7 +49,7 @@ class CrossHeadRotation(CodecWrapper):
     supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
-    def by_head(self) -> bool:
+    def is_head_specific(self) -> bool:
         return self.means is not None  # whose order is that of certain heads
 
     def at(self, spec: LayerSpec) -> Codec:

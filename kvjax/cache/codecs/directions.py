@@ -11,7 +11,7 @@ from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import mask_to_slots, top_k_mask
@@ -34,7 +34,7 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedDirections(Tiers):
+class SharedDirections(PrecisionTiers):
     """The slot `side_store` of pairs of layers, from the layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair holds the directions, and hands them up in each step. Those of the share of a head's
@@ -70,13 +70,13 @@ class SharedDirections(Tiers):
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, Merged]:
-        most = self._most(layer, block.pos.shape[2], slots)
+        most = self._max_kept(layer, block.pos.shape[2], slots)
         assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         exact = top_k_mask(-signed_squared_cosine(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
         here = mask_to_slots(exact, self.num_main_slots(most))
-        there = mask_to_slots((mine.pos >= 0) & ~exact, max(self.room(most), 1))
+        there = mask_to_slots((mine.pos >= 0) & ~exact, max(self.low_tier_tokens(most), 1))
         return gather_tokens(mine, here), self._merged(layer, gather_tokens(mine, there), gather_tokens(other, there))
 
     def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantizer, step_size
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.core.types import Array, exportable
 
 
@@ -46,4 +46,4 @@ class UniformQuantizer(Quantizer):
 
     def decode(self, coded: Even) -> Array:
         ends = coded.ends.astype(jnp.float32)
-        return quant.number(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+        return quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]

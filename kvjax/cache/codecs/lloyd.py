@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantizer
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.core.types import Array, exportable
 
 

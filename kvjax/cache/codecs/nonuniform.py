@@ -15,7 +15,7 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Coded
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -68,7 +68,7 @@ class NonUniformCodec(ChunkCodec):
         bound._levels()  # a table that does not fit is told when the method is bound
         return bound
 
-    def quantize(self, x: Array) -> Coded:
+    def quantize(self, x: Array) -> ChunkCodes:
         over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
         least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
         # Halves first, so that the sum of two large numbers stays one.
@@ -79,7 +79,7 @@ class NonUniformCodec(ChunkCodec):
         between = jnp.asarray((nearest[:-1] + nearest[1:]) / 2)
         codes = jnp.searchsorted(between, place, side="right", method="compare_all").astype(jnp.uint32)
         ends = jnp.concatenate([half, middle], -1)
-        return Coded(codes, None, ends) if self.axis == "channel" else Coded(codes, ends, None)
+        return ChunkCodes(codes, None, ends) if self.axis == "channel" else ChunkCodes(codes, ends, None)
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         ends = shared if self.axis == "channel" else own

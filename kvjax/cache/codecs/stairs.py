@@ -104,7 +104,7 @@ class StaircaseQuantizer(Codec):
                     f"head size {H}; {wider}, which packs along the tokens"
                 )
 
-    def filled(self, stored: Stairs, num_tokens: int) -> Stairs:
+    def used_part(self, stored: Stairs, num_tokens: int) -> Stairs:
         """Without the steps that no token has come down to, and without the empty places of the newest tokens."""
         reached = stored.steps[: num_tokens // self.every]
         return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], steps=reached)

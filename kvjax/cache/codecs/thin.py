@@ -44,7 +44,7 @@ class ChannelPruner(PromptAdaptiveKeys):
         if self.num_queries < 1:
             raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """i32[B K 1 C]: the channels that stay; of equal ones the lower."""
         H = x.shape[3]
         asking = window_query_mask(observation, self.num_queries)[:, None, None, :, None]
@@ -54,7 +54,7 @@ class ChannelPruner(PromptAdaptiveKeys):
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :kept]
 
-    def held(self, x: Array, pos: Array, found: Array) -> Few:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Few:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return Few(memory.pack(_picked(x, found)), found, x.shape[3])
 

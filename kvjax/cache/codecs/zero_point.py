@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantizer, step_size
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.core.types import Array, exportable
 
 FARTHEST = 2.0**14
@@ -54,5 +54,5 @@ class ZeroPointQuantizer(Quantizer):
         return Stepped(quant.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
 
     def decode(self, coded: Stepped) -> Array:
-        steps = quant.number(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
+        steps = quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
         return steps * coded.scale.astype(jnp.float32)
