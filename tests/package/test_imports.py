@@ -44,7 +44,7 @@ def test_only_what_every_call_needs_is_imported(code):
     loaded = set(json.loads(done.stdout))
     assert "kvjax" in loaded
     assert loaded.isdisjoint(HEAVY)
-    methods = {path.stem for path in (ROOT / "kvjax/methods").glob("*.py") if "\n@recipe(" in path.read_text()}
+    methods = {path.stem for path in (ROOT / "kvjax/methods").glob("*.py") if "\n@register_method(" in path.read_text()}
     assert len(methods) > 60
     assert loaded.isdisjoint(f"kvjax.methods.{name}" for name in methods)
     assert not [name for name in loaded if name.startswith(("kvjax.eval", "kvjax.explore", "kvjax.testbed"))]
