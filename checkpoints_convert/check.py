@@ -14,7 +14,7 @@ from checkpoints_convert.convert import Progress, size
 from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.errors import KvjaxError
-from kvjax.generation.calls import logits
+from kvjax.generation.model_calls import logits
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model
 

@@ -58,8 +58,8 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.prompt_runner import replay_prompts
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.model_calls import replay_prompts
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.strings import method_of
 
 SETTINGS = Path(__file__).with_suffix(".toml")
@@ -220,7 +220,7 @@ def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
     return layer.method.select.scorer.scores(block, seen, layer.spec)
 
 
-def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Scores]:
+def score(exact: FullKV, method: str, repeated: list[Array] | None) -> list[Scores]:
     """The scores of a method's scorer in every layer."""
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
@@ -238,7 +238,7 @@ def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Score
     return found
 
 
-def repeat(exact: Exact, method: str) -> list[Array]:
+def repeat(exact: FullKV, method: str) -> list[Array]:
     """What the second pass over the prompts says of their tokens, in every layer: f32[B K S]."""
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
@@ -270,7 +270,7 @@ def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLay
     return jnp.zeros((B, K, width), bool).at[rows, heads, jnp.where(found < 0, width, found)].set(True, mode="drop")
 
 
-def kept(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
+def kept(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
     """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
     plan = cast(Any, bind(method, exact.model.config))
     pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
@@ -302,7 +302,7 @@ def _hide(pos: Array, there: Array) -> Array:
 class Later(NamedTuple):
     """What the later questions and their answers look at, and what they get from the exact cache."""
 
-    exact: Exact  # of prompts with all that follows
+    exact: FullKV  # of prompts with all that follows
     prompt: Array  # i32[B], tokens of the prompts
     asking: Array  # i32[B Q], positions of the later questions' tokens, -1 for none
     out: list[Array]  # f32[B K G Q H] for each layer
@@ -387,7 +387,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     repeated = repeat(exact, setting.method)
                 scores[scorer] = score(exact, setting.method, repeated)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(with_component(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.compress(with_component(EVERY_TOKEN, setting.codec), capacity)
             masks = kept(exact, setting.method, scores[scorer])
             context = hidden(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
@@ -395,7 +395,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             if asked is not None and not setting.codec:
                 found["errors"] = errors(asked, masks)
         else:
-            context = exact.under(setting.method, capacity)
+            context = exact.compress(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:
@@ -406,9 +406,9 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         progress(f"{setting.method}: {100 * number:.0f}% ({time.perf_counter() - start:.1f} s)")
 
 
-def check(exact: Exact, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
+def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as it is, and raises KvjaxError where it answers otherwise than by hiding."""
-    context = exact.under(setting.method, capacity)
+    context = exact.compress(setting.method, capacity)
     as_it_is, _ = ask(context, batch, width)
     progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:

@@ -32,7 +32,7 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
@@ -49,7 +49,7 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
+def layered(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)

@@ -76,7 +76,7 @@ class Prompts:
 
     def under(self, method: str | KVMethod) -> Context:
         """What `kvjax.read` gives of them."""
-        return self.exact.under(method, self.capacity)
+        return self.exact.compress(method, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)

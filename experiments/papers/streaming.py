@@ -24,7 +24,7 @@ from experiments.papers import common
 from experiments.papers.eviction_tables import figure, save
 from kvjax import KvjaxError, Method, Model
 from kvjax.core.types import Array
-from kvjax.generation.calls import log_probs
+from kvjax.generation.model_calls import log_probs
 
 POINTS = 100  # of the curve, and of the slope
 PARTS = 10  # of the table

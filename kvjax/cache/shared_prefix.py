@@ -75,7 +75,7 @@ class Shared:
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
         """Not of a bare prompt: raises KvjaxError, see `begin`."""
-        raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).share(documents)")
+        raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).extend_prefix(documents)")
 
     def begin(
         self,
