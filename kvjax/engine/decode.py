@@ -134,28 +134,11 @@ def extend(
 
 
 def decode(
-    params: Any,
-    cache: Cache,
-    tokens: Array,
-    num_tokens: int,
-    *,
-    target: Target,
-    sampler: Sampler,
-    key: Array,
+    params: Any, cache: Cache, tokens: Array, num_tokens: int, *, target: Target, sampler: Sampler, key: Array
 ) -> tuple[Array, Cache]:
-    """Generates a fixed number of tokens in one `lax.scan`.
+    """Generates a fixed number of tokens in one `lax.scan`; arguments and results as in `kvjax.functional.decode`.
 
-    Args:
-      params: the decoder's parameters.
-      cache: what the tokens follow.
-      tokens: i32[B], the last token of each sequence, which the cache does not hold yet.
-      num_tokens: static, how many to generate after it.
-      target: model configuration and mesh.
-      sampler: draws each token.
-      key: of the random numbers; each token is drawn as in `kvjax.generate`, where `tokens` was the first draw.
-
-    Returns:
-      i32[B num_tokens], and the cache, which holds all of the tokens but the last.
+    Each token is drawn with the randomness that it has in `kvjax.generate`, where `tokens` i32[B] were the first draw.
     """
     keys = sequence_keys(key, len(tokens))
 

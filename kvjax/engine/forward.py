@@ -20,7 +20,7 @@ from kvjax.core.attention import causal
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
-from kvjax.engine.positions import append_positions, token_positions
+from kvjax.engine.positions import token_positions
 from kvjax.models import decoder
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles, Decoder
@@ -53,10 +53,9 @@ def apply_embed(
     Returns:
       Hidden vectors [B T D], the angles of RoPE, and positions i32[B T], -1 for padding.
     """
-    if offset is None:
-        pos = token_positions(tokens, lengths)
-    else:
-        pos = append_positions(tokens, jnp.broadcast_to(offset, tokens.shape[:1]), lengths)
+    pos = token_positions(tokens, lengths)
+    if offset is not None:
+        pos = jnp.where(pos >= 0, jnp.broadcast_to(offset, tokens.shape[:1])[:, None] + pos, -1)
     hidden, angles = embed_at(params, tokens, pos, target)
     return constrain(hidden, "B T D", target.mesh), angles, pos
 
@@ -84,17 +83,10 @@ def apply_layer(
     call: LayerCall,
     target: Target,
 ) -> tuple[Array, Any, Any]:
-    """Runs one layer of a pass.
+    """Runs one layer of a pass; arguments as in `run_layers`, for this layer alone.
 
     Args:
-      params: of this layer.
-      hidden: [B T D], the layer's input.
-      angles: of RoPE, as `apply_embed` returns them.
-      mode: what attention reads, and what the layer holds afterwards.
-      state: what this layer holds before the pass.
       cross_layer: value from the layer below in this pass, None in layer 0.
-      call: static; the bound layer and its sizes.
-      target: static; model configuration and mesh.
 
     Returns:
       Hidden vectors for the layer above [B T|Q D], this layer's new state, and the value for the layer above.

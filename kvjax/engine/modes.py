@@ -177,14 +177,7 @@ class Decode(ForwardMode):
 
 
 def extend_layer(
-    layer: BoundLayer,
-    state: Any,
-    q: Array,
-    new: KVBlock,
-    commit: int,
-    cross_layer: Any = None,
-    *,
-    mesh: Mesh | None,
+    layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any = None, *, mesh: Mesh | None
 ) -> StepResult:
     """Runs `BoundLayer.extend` on each device's own sequences and heads."""
 

@@ -67,7 +67,8 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
         return self.inner
 
     def decode(self, stored: StraightThroughState) -> Array:
-        return _with_exact_gradient(self.inner.decode(_constant(stored.stored)), stored.exact)
+        coded = self.inner.decode(_constant(stored.stored))
+        return with_gradient_of(coded, stored.exact.astype(coded.dtype))
 
     def append(self, stored: StraightThroughState, x: Array, at: Array) -> StraightThroughState:
         inner = self.inner.append(*_constant(stored.stored, x, at))
@@ -76,7 +77,8 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
     def gather(self, stored: StraightThroughState, idx: Array) -> Array:
         # A codec clips indices outside the cache; the exact vectors must follow it.
         exact = memory.take(stored.exact, idx.clip(0, max(stored.exact.shape[2] - 1, 0)))
-        return _with_exact_gradient(self.inner.gather(*_constant(stored.stored, idx)), exact)
+        coded = self.inner.gather(*_constant(stored.stored, idx))
+        return with_gradient_of(coded, exact.astype(coded.dtype))
 
     def load(self, stored: StraightThroughState) -> StraightThroughState:
         return StraightThroughState(self.inner.load(_constant(stored.stored)), stored.exact)
@@ -102,10 +104,6 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)
         return None if inner is None else StraightThrough(inner)
-
-
-def _with_exact_gradient(coded: Array, exact: Array) -> Array:
-    return with_gradient_of(coded, exact.astype(coded.dtype))
 
 
 def _constant(*trees: Any) -> Any:

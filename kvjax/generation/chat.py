@@ -40,16 +40,6 @@ def chat(
       messages: [{"role": "user", "content": "Hello"}], or a list of such lists.
       method: a method or its string.
       max_new_tokens: the most tokens per answer; this and all that follow as in `kvjax.generate`.
-      sampling: settings of the sampler.
-      temperature: a field of `sampling`.
-      top_k: a field of `sampling`.
-      top_p: a field of `sampling`.
-      min_p: a field of `sampling`.
-      seed: a field of `sampling`.
-      eos_ids: ids that end an answer.
-      stop: strings that end an answer.
-      capacity: tokens that a sequence of the cache may grow to.
-      loop: how steps are compiled.
 
     Raises:
       KvjaxError: as `Model.chat_ids` and `kvjax.generate` do.

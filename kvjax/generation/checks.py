@@ -34,14 +34,7 @@ def check_prompts(
 ) -> None:
     """Raises KvjaxError where the cache of prompts cannot fit, and warns where the model has too few positions.
 
-    Args:
-      model: the model.
-      plan: a method bound to each layer.
-      lengths: tokens of each prompt.
-      num_slots: of each layer's state.
-      capacity: tokens that a sequence of the cache may grow to.
-      width: tokens that prompts are padded to.
-      chunk: tokens run at a time.
+    The prompts are padded to `width` tokens, and run in chunks of `chunk`; the others as in `kvjax.engine.prefill`.
     """
     if capacity > LARGEST:
         raise KvjaxError(

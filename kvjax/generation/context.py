@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +24,7 @@ from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
 from kvjax.generation.result import Result, concat_results
-from kvjax.generation.session import DecodeSession, start_decoding
+from kvjax.generation.session import DecodeOptions, DecodeSession, start_decoding
 from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
@@ -36,20 +35,11 @@ from kvjax.utils.display import table
 ROOM_TOKENS = 512  # default headroom per sequence after the documents
 
 
-class _Options(TypedDict):
-    """The arguments that `ask` passes to `generate`."""
-
-    sampling: SamplingParams
-    eos_ids: Sequence[int] | int | None
-    stop: Stop
-    loop: str | None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
     """A batch of documents that a model has read under a method.
 
-    A value: no call changes it, and those that extend or edit it return a new one. Each document is one sequence of the
+    A value: no call changes it, and calls that extend or edit it return a new one. Each document is one sequence of the
     batch, called a row in displays and messages.
     """
 
@@ -126,7 +116,12 @@ class Context:
         self._check_known()
         arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
-        self._check_room(max_new_tokens - 1)  # the last token is not fed back
+        used, num_fed = int(np.max(np.asarray(self.cache.length))), max_new_tokens - 1  # the last is not fed back
+        if used + num_fed > self.cache.capacity:
+            raise KvjaxError(
+                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {num_fed} more do not "
+                f"fit: read with room={num_fed} or more"
+            )
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         return start_decoding(
             self.model,
@@ -159,15 +154,8 @@ class Context:
     ) -> Result:
         """Generates the continuation of each sequence; arguments are those of `start`."""
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        session = self.start(
-            max_new_tokens=max_new_tokens,
-            sampling=params,
-            eos_ids=eos_ids,
-            stop=stop,
-            loop=loop,
-            first_row=first_row,
-            use_up=use_up,
-        )
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
         return session.finish(max_new_tokens)
 
     def stream(
@@ -188,15 +176,8 @@ class Context:
     ) -> Iterator[list[int | None]]:
         """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        session = self.start(
-            max_new_tokens=max_new_tokens,
-            sampling=params,
-            eos_ids=eos_ids,
-            stop=stop,
-            loop=loop,
-            first_row=first_row,
-            use_up=use_up,
-        )
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
         return session.columns(max_new_tokens)
 
     def ask(
@@ -229,7 +210,7 @@ class Context:
         """
         ids = token_ids(self.model, questions)
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        options: _Options = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return concat_results(
@@ -239,11 +220,7 @@ class Context:
         return fed.generate(max_new_tokens=max_new_tokens, first_row=first_row, use_up=True, **options)
 
     def score(
-        self,
-        continuations: Prompts,
-        *,
-        decoded: Decoded = True,
-        width: int | None = None,
+        self, continuations: Prompts, *, decoded: Decoded = True, width: int | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Scores one continuation per sequence by teacher forcing; the context stays as it is.
 
@@ -287,7 +264,7 @@ class Context:
 
     def fork(self, times: int) -> Context:
         """Copies each sequence `times` times, to continue in several ways; its copies are adjacent."""
-        return self.take(sequences.fork_indices(self.rows, times))
+        return self.take(np.repeat(np.arange(self.rows), arguments.integer("times", times)).tolist())
 
     def join(self, *others: Context) -> Context:
         """Joins the sequences of several contexts of one model, method and capacity into one batch."""
@@ -343,14 +320,6 @@ class Context:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
         self.cache.check_whole()
         return save.write(path, self.model, self.method, self.cache, self.last)
-
-    def _check_room(self, more: int) -> None:
-        used = int(np.max(np.asarray(self.cache.length)))
-        if used + more > self.cache.capacity:
-            raise KvjaxError(
-                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {more} more do not "
-                f"fit: read with room={more} or more"
-            )
 
 
 def read(

@@ -41,19 +41,9 @@ def init_state(
     first_row: Array | int = 0,
     has_drafts: bool = False,
 ) -> DecodeState:
-    """Draws the first token.
+    """Draws the first of at most `num_tokens` tokens from the prompts' logits f32[B V]; the cache is still missing.
 
-    Args:
-      logits: f32[B V], of the prompts' last tokens.
-      key: of the random numbers.
-      eos: i32[E], ids that end a sequence.
-      sampler: settings of the draws.
-      num_tokens: the most to generate, this one included.
-      first_row: i32[], the number by which the first sequence draws.
-      has_drafts: whether steps carry a draft, which `draft_first` then makes.
-
-    Returns:
-      The state, still without the cache.
+    Sequences draw by their number from `first_row` on. With `has_drafts` each step carries a draft, see `draft_first`.
     """
     B = logits.shape[0]
     out = jnp.full((B, num_tokens), -1, jnp.int32)

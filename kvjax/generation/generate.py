@@ -12,7 +12,7 @@ from kvjax.generation import checks, stopping
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
 from kvjax.generation.result import Result
-from kvjax.generation.session import DecodeSession, resolve_loop, start_decoding
+from kvjax.generation.session import DecodeOptions, DecodeSession, resolve_loop, start_decoding
 from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
@@ -108,18 +108,8 @@ def generate(
       KvjaxError: a value out of range; prompts that do not fit; logits that are not finite.
     """
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    session = start(
-        model,
-        prompts,
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
     out = session.finish(max_new_tokens)
     if method is not None:
         checks.warn_of_no_saving(method_of(method), out.bytes)
@@ -149,18 +139,8 @@ def stream(
     It runs the same program as `generate`, one step at a time; arguments are those of `generate`.
     """
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    session = start(
-        model,
-        prompts,
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
     return session.columns(max_new_tokens)
 
 
@@ -185,16 +165,6 @@ def stream_text(
     """Streams the text that continues one prompt, as text deltas; arguments are those of `generate`."""
     model.text_tokenizer()  # raises for a model without a tokenizer before the prompt is run
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    session = start(
-        model,
-        [prompt],
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, [prompt], method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
     return session.text_deltas(max_new_tokens)

@@ -97,16 +97,10 @@ def run_prompts(
     progress: bool = False,
     timer: Timer | None = None,
 ) -> tuple[Array, Cache]:
-    """Runs prompts that are lists of ids.
+    """Runs prompts that are lists of ids; arguments as in `prefill`, with a bound plan in place of the method.
 
     Args:
-      model: the model.
-      plan: a method bound to each layer.
-      ids: the prompts.
-      capacity: tokens that a sequence of the cache may grow to.
-      chunk: tokens run at a time; None for all at once, or as the method asks.
       width: tokens that prompts are padded to; None for the next multiple of 64.
-      progress: whether to show a bar over the chunks.
       timer: adds up the seconds.
 
     Returns:
@@ -170,8 +164,7 @@ def extend(
       ids: texts or lists of ids, of any lengths.
       cache: from `prefill` or `extend`.
       method: None, or the method of the cache; another one is an error.
-      decoded: whether the tokens stand for decoded ones: all of them, or a list of booleans per sequence. A method that
-        drafts must predict a decoded token, as it does in generation, and is told the others in advance.
+      decoded: whether the tokens stand for decoded ones, all of them or each by itself; see `Decoded`.
 
     Returns:
       Logits f32[B T V], which mean nothing beyond a sequence's length, and a new cache.
@@ -277,15 +270,9 @@ def teacher_force(
     decoded: Decoded = True,
     width: int | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Feeds given continuations to a cache.
+    """Feeds given continuations, lists of ids, to a cache; `decoded` and `width` as in `extend_padded`.
 
-    Args:
-      model: the model that filled the cache.
-      last: f32[B V], logits of the cache's last token.
-      cache: what the continuations follow; it stays usable.
-      continuations: lists of ids, one per sequence.
-      decoded: as in `extend`.
-      width: tokens that continuations are padded to.
+    `last` f32[B V] are the logits of the cache's last token.
 
     Returns:
       For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place i32[T].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -28,6 +28,15 @@ from kvjax.models.model import Model
 
 LOOPS = "layers", "while", "scan"
 WHILE_LOOP_MIN_TOKENS = 2048  # from here on, one program for the whole loop repays its compile time
+
+
+class DecodeOptions(TypedDict):
+    """The arguments that all generating calls pass on unchanged."""
+
+    sampling: SamplingParams
+    eos_ids: Sequence[int] | int | None
+    stop: Stop
+    loop: str | None
 
 
 @dataclasses.dataclass
@@ -199,17 +208,9 @@ def start_decoding(
     keep: bool = False,
     timer: Timer | None = None,
 ) -> DecodeSession:
-    """Starts decoding.
+    """Starts decoding from a cache and the logits f32[B V] of its last token; options as in `generate`.
 
     Args:
-      model: the model that filled the cache.
-      last: f32[B V], logits of the cache's last token.
-      cache: what the new tokens follow.
-      sampling: settings of the sampler.
-      max_new_tokens: the most tokens to generate; this and the next three as in `generate`.
-      eos_ids: ids that end a sequence.
-      stop: strings that end a sequence.
-      loop: how steps are compiled.
       first_row: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.

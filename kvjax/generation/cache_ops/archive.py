@@ -28,7 +28,7 @@ class Format(NamedTuple):
 
     name: str
     version: int
-    fields: Mapping[str, type]  # of the header, besides those that every kind has
+    fields: Mapping[str, type]  # of the header, in addition to those of every kind
 
 
 def write(
@@ -39,18 +39,9 @@ def write(
     arrays: Mapping[str, Array],
     deflate: bool = False,
 ) -> Path:
-    """Writes a file, which appears at `path` only once it is complete.
+    """Writes a file, which appears at `path` only once it is complete; returns the path.
 
-    Args:
-      path: of the file.
-      form: its kind.
-      model: whose configuration and weights a reader must have.
-      header: values of `form.fields`.
-      arrays: by name.
-      deflate: whether the arrays are compressed.
-
-    Returns:
-      The path.
+    `header` has the values of `form.fields`. A reader must have a model of the same configuration and weights.
     """
     path = Path(path)
     header = {

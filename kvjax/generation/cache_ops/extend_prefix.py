@@ -38,17 +38,14 @@ def read_after_prefix(
     room: int,
     timer: Timer,
 ) -> tuple[Array, Cache]:
-    """Runs documents after the sequences of a cache.
+    """Runs documents, lists of ids, after the sequences of a cache, the prefixes.
+
+    On a mesh all documents follow sequence 0, and the cache has as many equal sequences as the mesh divides the batch
+    into.
 
     Args:
-      model: the model that filled the cache.
-      prefix: cache of the prefixes. On a mesh all documents follow sequence 0, and the cache has as many equal
-        sequences as the mesh divides the batch into.
-      method: of the prefix, and of the documents' own tokens.
-      ids: the documents, lists of ids.
       of: index of the prefix that each document follows, -1 for none; None for the only one.
       room: tokens per sequence that may follow.
-      timer: adds up the seconds.
 
     Returns:
       Logits of each document's last token f32[B V], and their cache.

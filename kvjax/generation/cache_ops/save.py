@@ -100,15 +100,7 @@ def _resolve_method(name: str, method: str | KVMethod | None, path: str | Path) 
 def _candidate_trees(
     layer: BoundLayer, model: Model, batch: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
-    """Yields tree structures of a layer's state whose arrays have the shapes of the first of these.
-
-    Args:
-      layer: the bound layer.
-      model: the model.
-      batch: sequences of the state; None if unknown.
-      capacity: tokens that a sequence may grow to.
-      arrays: the state's, and after a shared prefix also those that follow it.
-    """
+    """Yields tree structures of a layer's state, of `batch` sequences if known, that fit the first of the arrays."""
     if isinstance(layer, Shared):
         prefix, own = layer.parts
         capacity = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had a larger one

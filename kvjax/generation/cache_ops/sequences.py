@@ -87,12 +87,7 @@ def take(cache: Cache, which: Sequence[int]) -> Cache:
 
 def fork(cache: Cache, times: int) -> Cache:
     """Copies each sequence `times` times; the copies of a sequence are adjacent."""
-    return take(cache, fork_indices(cache.length.shape[0], times))
-
-
-def fork_indices(batch: int, times: int) -> list[int]:
-    """Returns the indices that `take` needs for a fork: 0, 0, .., 1, 1, .."""
-    return np.repeat(np.arange(batch), arguments.integer("times", times)).tolist()
+    return take(cache, np.repeat(np.arange(cache.length.shape[0]), arguments.integer("times", times)).tolist())
 
 
 def join(caches: Sequence[Cache]) -> Cache:

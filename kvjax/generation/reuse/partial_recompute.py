@@ -27,7 +27,7 @@ from kvjax.models.decoder import Angles, pick
 
 
 class KnownTokens(NamedTuple):
-    """Where the key and value of each token of a text are known from, i32[B T]."""
+    """The source of the key and value of each token of a text, i32[B T]."""
 
     row: Array  # index of the known prompt
     slot: Array  # in that prompt, also the position at which the key was rotated; -1 for a new token

@@ -76,7 +76,7 @@ def verify(
       sampler: settings of the draws.
       shift: of the verifier's logits.
       logits: f32[B A+1 V], the verifier's at the place of each drafted token, and after the last one.
-      draft_logits: f32[B A V], those that the tokens were drawn from.
+      draft_logits: f32[B A V], from which the tokens were drawn.
       drafted: i32[B A].
       uniform: f32[B A], random numbers in [0, 1).
 

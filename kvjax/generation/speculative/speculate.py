@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft proposes tokens, and the model keeps those that it would have generated itself.
+"""Speculative decoding: a draft proposes tokens, and the model accepts them or replaces the first that it rejects.
 
 The draft is the model itself under a cheaper cache (TriForce), a model on a shortened context (RAPID), or another one.
 """
@@ -103,14 +103,6 @@ def speculate(
         tokens are then no longer those of the model alone.
       alpha: a token is shifted if the draft gives it at least alpha times its highest probability (RAPID's code: 0.1).
       max_new_tokens: the most tokens to generate per sequence; this and all that follow as in `generate`.
-      sampling: settings of the sampler.
-      temperature: a field of `sampling`.
-      top_k: a field of `sampling`.
-      top_p: a field of `sampling`.
-      min_p: a field of `sampling`.
-      seed: a field of `sampling`.
-      eos_ids: ids that end a sequence.
-      capacity: tokens that a sequence of the verifier's cache may grow to.
 
     Raises:
       IncompatibleMethod: a method that cannot give rejected tokens back.
