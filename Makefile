@@ -46,7 +46,7 @@ dist: $(STAMP)
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m tests.typecheck
+	$(VENV)/bin/python -m tests.helpers.typecheck
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
@@ -78,5 +78,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 # A headless Chromium for the tests of the pages; without npm and node these are skipped.
 $(BROWSER): | $(STAMP)
-	command -v npm >/dev/null && $(VENV)/bin/python -m tests.browser $(VENV)/chromium || \
+	command -v npm >/dev/null && $(VENV)/bin/python -m tests.helpers.browser $(VENV)/chromium || \
 		echo "no Chromium: the tests that open a page in a browser are skipped" >&2

@@ -39,7 +39,7 @@ from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.ranking import Counted
+from kvjax.cache.eviction.ranking import MeasuredHeadTokens
 from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -258,12 +258,13 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=Known(scores))
-    slots = select.most_of(width)
+    slots = select.max_kept_up_to(width)
     share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
-        share = Counted(tokens, select.unit.size)
-    keep = select.counts(block, None, slots)
-    found = select.choose(block, None, keep, slots, spec, method.representatives, share, method.second_stage).slots
+        share = MeasuredHeadTokens(tokens, select.granularity.size)
+    keep = select.num_kept_per_sequence(block, None, slots)
+    components = {"representatives": method.representatives, "second_stage": method.second_stage}
+    found = select.select_slots(block, None, keep, slots, spec, head_budgets=share, **components).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared_prefix import SharedState
+from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
@@ -170,7 +170,7 @@ def decode(
     tokens, num_tokens = jnp.asarray(tokens, jnp.int32), _integer("num_tokens", num_tokens)
     if not isinstance(sampling, SamplingParams):
         raise KvjaxError(f"sampling is static, a value such as SamplingParams(temperature=0.7), got {sampling!r:.80}")
-    key = seeded(sampling.seed) if key is None else key
+    key = key_from_seed(sampling.seed) if key is None else key
     target, sampler = Target(cache.config), sampling.sampler()
     return _decode.decode(params, cache, tokens, num_tokens, target=target, sampler=sampler, key=key)
 
@@ -213,7 +213,7 @@ def take(cache: Cache, sequences: Array) -> Cache:
       KvjaxError: a cache after a shared prefix; `kvjax.Context.take` takes its sequences.
     """
     batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
-    if any(isinstance(state, SharedState) for state in cache.layers):
+    if any(isinstance(state, SharedPrefixState) for state in cache.layers):
         raise KvjaxError("these sequences share a prefix; take some of them with Context.take, or read them one by one")
 
     def take_from(x: Array) -> Array:

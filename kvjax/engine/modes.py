@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
-from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
+from kvjax.cache.readers.base import map_query_blocks
+from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -87,7 +87,7 @@ class FullPrefill(ForwardMode):
     ) -> tuple[Array, Any, Any]:
         q, k, v = inputs[:3]
         needs = call.layer.needs
-        first_query, softmax_sums = 0, None
+        first_query, softmax_lse = 0, None
         if call.selects_queries and self.num_observed is not None:
             block = KVBlock(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
             # `inputs` has the queries of `query_indices` alone, the last ones of each prompt.
@@ -95,11 +95,11 @@ class FullPrefill(ForwardMode):
             first_query = self.lengths - self.num_observed
             out = merge([attend_dense(q, block, query_pos, call.window, needs.prompt_pattern)])
         else:
-            out, sums = causal_with_sums(q, k, v, window=call.window, pattern=needs.prompt_pattern)
+            out, sums = causal_attention_with_lse(q, k, v, window=call.window, pattern=needs.prompt_pattern)
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
-                softmax_sums = sums
-        prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_sums)
+                softmax_lse = sums
+        prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_lse)
         return out, encode_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
 
 
@@ -123,7 +123,7 @@ class ChunkedPrefill(ForwardMode):
         # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
-        out = causal(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
+        out = causal_attention(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
@@ -159,7 +159,7 @@ class PromptReplay(ForwardMode):
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
-        return by_query_blocks(attend_both, q, self.pos, QUERY_BLOCK_TOKENS), state, cross_layer
+        return map_query_blocks(attend_both, q, self.pos, QUERY_BLOCK_TOKENS), state, cross_layer
 
 
 @pytree
@@ -193,4 +193,4 @@ def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, p
     def attend(q: Array, query_pos: Array) -> Partial:
         return attend_dense(q, block, query_pos, window, pattern)
 
-    return merge([by_query_blocks(attend, q, query_pos, QUERY_BLOCK_TOKENS)])
+    return merge([map_query_blocks(attend, q, query_pos, QUERY_BLOCK_TOKENS)])

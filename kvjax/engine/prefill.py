@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, slots_of
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
 from kvjax.core.mesh import constrain, per_device, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import (
@@ -30,7 +30,7 @@ from kvjax.engine.forward import (
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prefill_layer
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
 from kvjax.errors import KvjaxError
-from kvjax.models.decoder import pick
+from kvjax.models.decoder import take_tokens
 
 SHORT_PROMPT_TOKENS = 512
 """Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' compiled
@@ -74,7 +74,7 @@ def prefill(
     """
     T = tokens.shape[1]
     if num_slots is None:
-        num_slots = tuple(slots_of(layer, (min(T, capacity),), capacity) for layer in plan)
+        num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
     needs = [layer.needs for layer in plan]
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
@@ -110,7 +110,7 @@ def prefill(
 def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
     """Makes the cache of `batch` sequences that have no token yet; see `kvjax.functional.empty`."""
     c, lengths = target.config, jnp.zeros(batch, jnp.int32)
-    num_slots = tuple(slots_of(layer, (0,), capacity) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, (0,), capacity) for layer in plan)
     prompts = []
     for call in layer_calls(plan, c, num_slots):
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
@@ -254,11 +254,13 @@ def compress_prompts(
             at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
             num_kept = list(at_most)
         # Slots are rounded up, so that prompts whose divisions differ a little share their compiled programs.
-        headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `slots_of`
+        headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
         layers = _budgeted_layers(plan)
-        most = [-(-x.slots_for(n) // SHARED_ROUNDING) * SHARED_ROUNDING for x, n in zip(layers, at_most, strict=True)]
+        most = [
+            -(-x.num_kept_slots(n) // SHARED_ROUNDING) * SHARED_ROUNDING for x, n in zip(layers, at_most, strict=True)
+        ]
         num_slots = tuple(min(capacity, x.num_slots_for(n, headroom_tokens)) for x, n in zip(layers, most, strict=True))
-        plan = tuple(x.with_room_for(n) for x, n in zip(layers, most, strict=True))
+        plan = tuple(x.with_kept_slots(n) for x, n in zip(layers, most, strict=True))
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None
@@ -349,7 +351,7 @@ def _copy_chunk(
 def take_last(hidden: Array, lengths: Array | None) -> Array:
     """Takes the hidden vectors [B D] of each sequence's last token from [B T D]; without lengths, the last of all."""
     last = jnp.full(hidden.shape[:1], hidden.shape[1] - 1, jnp.int32) if lengths is None else lengths - 1
-    return pick(hidden, last[:, None])[:, 0]
+    return take_tokens(hidden, last[:, None])[:, 0]
 
 
 @jax.jit
@@ -357,7 +359,7 @@ def _update_last(last: Array, hidden: Array, lengths: Array, start: Array) -> Ar
     """Replaces last [B D] by the hidden vector of each sequence's last token, where this chunk [B C D] has it."""
     at = lengths - 1 - start
     is_here = (at >= 0) & (at < hidden.shape[1])
-    return jnp.where(is_here[:, None], pick(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], last)
+    return jnp.where(is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], last)
 
 
 @jax.jit

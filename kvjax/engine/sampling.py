@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.attention import NEG
-from kvjax.core.random import checked_seed
+from kvjax.core.attention import MASKED_LOGIT
+from kvjax.core.random import check_seed
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
@@ -62,7 +62,7 @@ class SamplingParams:
         temperature = self.temperature
         if isinstance(temperature, bool) or temperature != 0:
             temperature = arguments.number("temperature", temperature, MIN_POSITIVE, 1 / MIN_POSITIVE, "; 0 is greedy")
-        fields: dict[str, Any] = {"temperature": float(temperature), "seed": checked_seed(self.seed)}
+        fields: dict[str, Any] = {"temperature": float(temperature), "seed": check_seed(self.seed)}
         if self.top_k is not None:
             fields["top_k"] = arguments.integer("top_k", self.top_k)
         if self.top_p is not None:
@@ -110,7 +110,7 @@ def sample(s: Sampler, logits: Array, key: Array) -> Array:
 
 
 def apply_filters(s: Sampler, logits: Array) -> Array:
-    """Sets the tokens that the filters drop to NEG, in logits f32[B V] after the temperature."""
+    """Sets the tokens that the filters drop to MASKED_LOGIT, in logits f32[B V] after the temperature."""
     if (s.top_k, s.top_p, s.min_p) == (None, None, None):
         return logits
     order = jnp.argsort(-logits, axis=-1, stable=True)
@@ -119,12 +119,12 @@ def apply_filters(s: Sampler, logits: Array) -> Array:
     if s.top_k is not None:
         keep &= (jnp.arange(x.shape[-1]) < s.top_k)[None]
     if s.top_p is not None:
-        p = jax.nn.softmax(jnp.where(keep, x, NEG), -1)
+        p = jax.nn.softmax(jnp.where(keep, x, MASKED_LOGIT), -1)
         keep &= jnp.cumsum(p, -1) - p < s.top_p  # the mass before this token has not reached p yet
     if s.min_p is not None:
         keep &= x >= x[:, :1] + jnp.log(s.min_p)
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
-    return jnp.where(keep, logits, NEG)
+    return jnp.where(keep, logits, MASKED_LOGIT)
 
 
 def sequence_keys(key: Array, batch: int, first: Array | int = 0) -> Array:

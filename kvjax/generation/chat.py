@@ -9,7 +9,7 @@ from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.generation.generate import generate
 from kvjax.generation.result import Result
 from kvjax.generation.stopping import Stop
-from kvjax.models.conversations import Messages
+from kvjax.models.chat_template import Messages
 from kvjax.models.model import Model
 
 

@@ -18,7 +18,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
 from kvjax.generation.memory_plan import total_bytes
 from kvjax.methods.strings import method_of, name_of
-from kvjax.models.config import LARGEST
+from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
 
 
@@ -36,7 +36,7 @@ def check_prompts(
 
     The prompts are padded to `width` tokens, and run in chunks of `chunk`; the others as in `kvjax.engine.prefill`.
     """
-    if capacity > LARGEST:
+    if capacity > MAX_SIZE:
         raise KvjaxError(
             f"a cache for {capacity:,} tokens per row was asked for, and positions are 32-bit integers; ask for fewer "
             "new tokens, or for less room"
@@ -57,7 +57,7 @@ def check_prompts(
 def _check_memory(model: Model, device_bytes: int, host_bytes: int, what: str) -> None:
     """Raises KvjaxError for more bytes than the model's devices, or this machine, have in all."""
     embedding = model.params["embedding"]
-    available = memory.installed(embedding.devices() if isinstance(embedding, Array) else jax.devices()[:1])
+    available = memory.installed_memory(embedding.devices() if isinstance(embedding, Array) else jax.devices()[:1])
     needed = [(device_bytes, available.device), (host_bytes, available.host)]
     if available.shared:  # on a CPU both kinds are the same RAM
         needed = [(device_bytes + host_bytes, available.device)]
@@ -114,7 +114,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
     """Returns the cache; raises OtherWeights for that of another model, and KvjaxError for that of another method."""
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    cache.check_whole()
+    cache.check_usable()
     if cache.config != model.config:
         raise OtherWeights("this cache was filled by another model; prefill the prompt with this one")
     if cache.dtype != model.dtype.name:

@@ -45,7 +45,7 @@ def jit_with(fun: Callable[..., Any], static: tuple[str, ...], donated: tuple[st
 
 def options_for(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> Options:
     """Returns the options for a program that multiplies `num_tokens` tokens with weights."""
-    return _supported_options(tuple(matmul.options(num_tokens, width, dtype, tied).items()))
+    return _supported_options(tuple(matmul.compiler_options(num_tokens, width, dtype, tied).items()))
 
 
 @functools.cache

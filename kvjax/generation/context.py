@@ -11,8 +11,8 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared_prefix import Behind
-from kvjax.cache.state import as_one, as_rows
+from kvjax.cache.shared_prefix import SharedPrefixMethod
+from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, resolve_sampling
@@ -50,13 +50,13 @@ class Context:
     read_seconds: float = 0.0  # to read the documents, without compilation
 
     def __repr__(self) -> str:
-        if self.cache.used_up:
+        if self.cache.is_donated:
             return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {self.bytes})"
 
     def _repr_html_(self) -> str | None:
-        if self.cache.used_up:
+        if self.cache.is_donated:
             return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
@@ -260,7 +260,7 @@ class Context:
     def take(self, which: Sequence[int]) -> Context:
         """Takes the sequences with these indices, in this order, each as often as it is listed."""
         cache = sequences.take(self.cache, which)
-        return dataclasses.replace(self, cache=cache, last=as_rows(None, self.last, np.asarray(which)))
+        return dataclasses.replace(self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)))
 
     def fork(self, times: int) -> Context:
         """Copies each sequence `times` times, to continue in several ways; its copies are adjacent."""
@@ -277,7 +277,7 @@ class Context:
         cache = sequences.join([x.cache for x in contexts])
         if len({x.last.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown
             return self._without_last(cache)
-        return dataclasses.replace(self, cache=cache, last=as_one(None, [x.last for x in contexts]))
+        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]))
 
     def extend_prefix(
         self,
@@ -299,8 +299,8 @@ class Context:
           room: tokens per sequence that may follow.
         """
         ids, timer = token_ids(self.model, documents), Timer()
-        own = self.method.own if isinstance(self.method, Behind) else self.method
-        both = Behind(self.method, own if method is None else method_of(method))
+        own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
+        both = SharedPrefixMethod(self.method, own if method is None else method_of(method))
         last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, room=room, timer=timer)
         return Context(self.model, cache, last, both, timer.run_seconds)
 
@@ -309,7 +309,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
-        self.cache.check_whole()
+        self.cache.check_usable()
         if not self.last.shape[1]:
             raise KvjaxError(
                 "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
@@ -318,7 +318,7 @@ class Context:
 
     def save(self, path: str | Path) -> Path:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
-        self.cache.check_whole()
+        self.cache.check_usable()
         return save.write(path, self.model, self.method, self.cache, self.last)
 
 

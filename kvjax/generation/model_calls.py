@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import Cache, KVMethod, slots_of
+from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine import prefill as engine_prefill
@@ -108,7 +108,7 @@ def run_prompts(
     """
     timer = timer or Timer()
     lengths = tuple(map(len, ids))
-    num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
     method_chunk = min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None)
     if chunk is not None and arguments.integer("chunk", chunk) and method_chunk:
         raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
@@ -195,7 +195,7 @@ def inputs_after_cache(
 
     Returns the arguments `tokens` i32[B T] and `lengths` i32[B] of `extend_timed`.
     """
-    cache.check_whole()
+    cache.check_usable()
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
     longest = max(map(len, ids))

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Compiled, Target
@@ -222,7 +222,7 @@ def start_decoding(
     with timer.timed():
         state = decode_loop.init_state(
             last,
-            seeded(sampling.seed),
+            key_from_seed(sampling.seed),
             stopping.parse_eos_ids(model, eos_ids),
             sampler,
             num_tokens=max_new_tokens,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budget_allocation import LayerBudgets, match_total
-from kvjax.cache.eviction.scorers import Window, before_window, in_window
+from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, window_query_mask
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -21,12 +21,12 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifting(Window):
-    """`Window`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
+class Shifting(WindowAttention):
+    """`WindowAttention`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
 
     gamma: float = 200.0
 
-    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         sums, count = _of_window(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 
@@ -55,7 +55,7 @@ class Preference(LayerBudgets):
         assert layer.method.select is not None
         asked = layer.method.select.scorer.require_observation(observation)
         sums, count = _of_window(block, asked, self.num_queries, layer.spec)
-        before = before_window(block, self.num_queries)[:, :, None]
+        before = pre_window_mask(block, self.num_queries)[:, :, None]
 
         def of_layer(x: Array) -> Array:
             """f32[B K G S], over the tokens before the window and all heads -> f32[B]."""
@@ -81,7 +81,7 @@ class Preference(LayerBudgets):
 
 def _of_window(block: KVBlock, observation: Observation, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
     """(what each slot receives from the window's queries, how many these are: f32[B 1 1 1])."""
-    mine = in_window(observation, queries)
+    mine = window_query_mask(observation, queries)
     count = mine.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     return moments(block, Observation(observation.q, jnp.where(mine, observation.pos, -1)), spec.window), jnp.maximum(
         count, 1.0

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
 from kvjax.cache.eviction.channel_order import Channels
-from kvjax.cache.eviction.decode_policy import at_least, require_observation
+from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.retrieval import Index, Retrieve
@@ -50,7 +50,7 @@ class LabelChannels(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        at_least("Double Sparsity", factor=(self.factor, 1))
+        check_minimum("Double Sparsity", factor=(self.factor, 1))
         if self.bits != 16:
             MinMax(self.bits)  # knows which bits there are
 
@@ -104,15 +104,15 @@ class LabelChannels(Index):
 class Calibrated(Retrieve):
     """Labels in the channels of a table, which were found on other texts."""
 
-    table: Given | None = None
+    table: TableFile | None = None
 
     num_queries: ClassVar[int | None] = 0
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
-        order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
+        order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         return self.index.in_order(
-            over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
+            over_heads.local_part(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
         )
 
 
@@ -165,7 +165,7 @@ def double_sparsity(
     channels`, or "shipped", with the channels that labels take; without one each prompt chooses its own. A prompt
     attends exactly.
     """
-    at_least("Double Sparsity", heavy=(heavy, 2))
+    check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
-    read = Calibrated(labels, heavy - 1, table=Channels.given(table)) if table else Retrieve(labels, heavy - 1)
+    read = Calibrated(labels, heavy - 1, table=Channels.table_file(table)) if table else Retrieve(labels, heavy - 1)
     return Method(read=read, device_layers=device_layers)

@@ -8,14 +8,22 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.eviction.merging import (
+    MIN_KEY_NORM,
+    EvictedTokens,
+    fold_into_kept,
+    match_evicted,
+    scatter_add,
+    scores_of_kept,
+    unit_vectors,
+)
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, in_window
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, window_query_mask
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -39,7 +47,7 @@ class GlobalLocal(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         obs = self.require_observation(observation)
         everywhere, number = attention_mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
-        nearby, _ = attention_mass(block, obs, in_window(obs, self.window).astype(jnp.float32), spec.window)
+        nearby, _ = attention_mass(block, obs, window_query_mask(obs, self.window).astype(jnp.float32), spec.window)
         heads = _share(everywhere / jnp.maximum(number, 1.0)[:, :, None]) + _share(nearby)
         return head_scores(heads, heads.mean(2), block)
 
@@ -70,25 +78,25 @@ class IntoCentres:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = self._band(lost, choice) & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
-        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), SMALL)
-        own = jnp.maximum(kept_scores(kept, choice), SMALL)
-        whole = own + arriving(by, slot, n)
+        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
+        own = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
+        whole = own + scatter_add(by, slot, n)
 
         def mean(x: Array, y: Array) -> Array:
-            return mixed(x, own[..., None], y, by, slot, whole)
+            return fold_into_kept(x, own[..., None], y, by, slot, whole)
 
-        direction, norm = (mean(of(kept.k), of(block.k)) for of in (directions, _norms))
-        touched = arriving(jnp.ones(slot.shape), slot, n)[..., None] > 0
-        k = jnp.where(touched, (directions(direction) * norm).astype(kept.k.dtype), kept.k)
+        direction, norm = (mean(of(kept.k), of(block.k)) for of in (unit_vectors, _norms))
+        touched = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        k = jnp.where(touched, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
 
-    def _band(self, lost: Lost, choice: SelectedSlots) -> Array:
+    def _band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
         """bool[B K T]: the lost tokens of the highest scores."""
         stay = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
+        return top_k_mask(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
 
 
 def _norms(keys: Array) -> Array:

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    evict_lowest,
+    policy_state_at,
+    require_observation,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
@@ -55,7 +62,7 @@ class Keyformer(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
+        check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
         if min(self.tau, self.tau_end) <= 0:
             raise KvjaxError(
                 f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
@@ -81,8 +88,8 @@ class Keyformer(Policy):
         score = attention_mass(block, observation, every, layer.spec.window, logit_transform=noisy)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
-        chosen = best(rank, pos, min(self.budget, slots))
-        return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
+        chosen = top_slots(rank, pos, min(self.budget, slots))
+        return chosen, Marks(policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
@@ -94,7 +101,7 @@ class Keyformer(Policy):
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return without_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
+        return evict_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
 
     def noise(self, spec: LayerSpec, here: int, q_pos: Array, pos: Array) -> Array:
         """Gumbel noise f32[B K G T S] of the `here` key/value heads on this device, by positions of queries and keys.
@@ -102,7 +109,7 @@ class Keyformer(Policy):
         q_pos i32[B T], pos i32[B 1|K S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
+        head = over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
@@ -111,7 +118,7 @@ class Keyformer(Policy):
 
 def tempered(weights: Array, noise: Array, tau: Array) -> Array:
     """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
-    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.NEG)
+    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
     p, _, l = attention.weights(logits)
     return p / jnp.maximum(l, 1e-30)[..., None]
 

@@ -7,11 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.representatives import Units, check_share
+from kvjax.cache.eviction.representatives import EvictableUnits, check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -53,11 +53,11 @@ class KVCrush:
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def choose(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Section III-B, and Units -> i32[B places] as in `Representatives`."""
         return self.by_signature(votes(units, self.bits), units, count, places)
 
-    def by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
+    def by_signature(self, bits: Array, units: EvictableUnits, count: Array, places: int) -> Array:
         """The same, from the units' signatures bool[B U n]."""
         d = hamming(pack(bits), pack(self._anchor(bits, units.valid)))
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
@@ -98,14 +98,14 @@ class KVCrush:
         return _first(jnp.pad(order, [(0, 0), (0, max(places - U, 0))])[:, :places], count)
 
 
-def votes(units: Units, kind: str = "heads") -> Array:
+def votes(units: EvictableUnits, kind: str = "heads") -> Array:
     """bool[B U n]: each unit's bits, n = c tokens x query heads ("heads") or c tokens ("positions")."""
     B, _, _, U, c = units.scores.shape
     s = over_heads.gather(units.scores)
     s = s.mean((1, 2), keepdims=True) if kind == "positions" else s
     s = s.reshape(B, -1, U * c)
     allowed = jnp.repeat(units.valid, c, -1)[:, None]
-    ones = top(s, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
+    ones = top_k_mask(s, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
     return jnp.moveaxis(ones.reshape(B, -1, U, c), 1, 3).reshape(B, U, -1)
 
 

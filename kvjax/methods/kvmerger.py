@@ -7,14 +7,21 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import arriving, at_slot, directions, lost_tokens, mixed
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
+from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, gather_at_slots, scatter_add, unit_vectors
+from kvjax.cache.eviction.scorers import (
+    AccumulatedAttention,
+    Scorer,
+    Scores,
+    head_scores,
+    pre_window_mask,
+    rank_below_others,
+)
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -45,13 +52,13 @@ class Sets:
     def of(self, block: KVBlock, scores: Array) -> Array:
         """i32[B K T]: the set of each token, counted from its row's first, T in empty slots; scores f32[B K T]."""
         T = scores.shape[2]
-        real, old = block.pos >= 0, before_window(block, self.recent)
-        heavy = top(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
+        real, old = block.pos >= 0, pre_window_mask(block, self.recent)
+        heavy = top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
         free = old & ~heavy
-        towards = directions(block.clean().k)
+        towards = unit_vectors(block.clean().k)
         cosine = _shifted((towards[:, :, 1:] * towards[:, :, :-1]).sum(-1))
         excess = real.sum(2, dtype=jnp.int32) - self.budget
-        joined = top(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
+        joined = top_k_mask(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joined, 2, dtype=jnp.int32) - 1, T)
 
     def pivots(self, block: KVBlock, scores: Array) -> Array:
@@ -60,7 +67,7 @@ class Sets:
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
         index = (*_heads(sets), sets)
         highest = jnp.full(sets.shape, -jnp.inf).at[index].max(scores, mode="drop")
-        best = scores == at_slot(highest, sets)
+        best = scores == gather_at_slots(highest, sets)
         first = jnp.full(sets.shape, T).at[index].min(jnp.where(best, place, T), mode="drop")
         return place == first.at[index].get(mode="fill", fill_value=-1)
 
@@ -83,10 +90,12 @@ class Pivots(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, observation, spec)
+        found = AccumulatedAttention().scores(block, observation, spec)
         others = (block.pos >= 0) & ~self.sets.pivots(block, found.per_kv_head)
         return head_scores(
-            below_others(found.per_query_head, others[:, :, None]), below_others(found.per_kv_head, others), block
+            rank_below_others(found.per_query_head, others[:, :, None]),
+            rank_below_others(found.per_kv_head, others),
+            block,
         )
 
 
@@ -109,15 +118,15 @@ class Gaussian:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         slot, n = self._slots(block, kept, choice), kept.k.shape[2]
-        number = arriving(jnp.ones(slot.shape), slot, n)
+        number = scatter_add(jnp.ones(slot.shape), slot, n)
         pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
         distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
         variance = jnp.full(number.shape, self.sigma**2)
         if not self.sigma:
-            variance = arriving(distance, slot, n) / (1.0 + number)
-        by = jnp.exp(-distance / jnp.maximum(2 * at_slot(variance, slot), 1e-12))
-        whole = 1.0 + arriving(by, slot, n)
-        k, v = (mixed(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            variance = scatter_add(distance, slot, n) / (1.0 + number)
+        by = jnp.exp(-distance / jnp.maximum(2 * gather_at_slots(variance, slot), 1e-12))
+        whole = 1.0 + scatter_add(by, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
     def _slots(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots) -> Array:
@@ -128,7 +137,7 @@ class Gaussian:
         of_kept = jnp.where(held >= 0, jnp.take_along_axis(sets, jnp.maximum(held, 0), 2), sets.shape[2])
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], held.shape)
         slot = jnp.full(sets.shape, n).at[(*_heads(sets), of_kept)].min(place, mode="drop")
-        return jnp.where(lost_tokens(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
+        return jnp.where(evicted_mask(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
 
 
 def _counted(x: Sizes) -> Bytes:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scope import level_slots
+from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -86,7 +86,7 @@ class Repeated(Scorer):
 
         def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, asking = queries
-            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), NEG))
+            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), MASKED_LOGIT))
             given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
             return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
 
@@ -151,4 +151,6 @@ def kvzip(
     length are held, if level is not "head". Costs about two more prefills; the prompt itself attends exactly. With
     level=model bytes are planned as an upper bound, and scores are computed twice.
     """
-    return Method(select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page))
+    return Method(
+        select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
+    )

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction.convolution import Convolution, convolved
-from kvjax.cache.eviction.convolution_table import Convolutions
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.convolution_table import ConvolutionTable
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -20,15 +20,17 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolved:
+class ConvolutionMerge:
     """Of a budget the M slots that the table says mix tokens; all others are heavy hitters, or recent (2406.05317)."""
 
-    given: Given
+    given: TableFile
     budget: int
     recent: int
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
-        arrays = self.given.of(spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)).values()
+        arrays = self.given.layer_arrays(
+            spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)
+        ).values()
         by = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
         slots, width = by.weight.shape[0], by.weight.shape[2]
         if by.bias.shape[0] != slots or width % 2 == 0:
@@ -64,5 +66,5 @@ def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method
     0). table: a file of kind `lococo`, whose class says how the public code's weights are laid out; those that ship
     with kvjax are made as by `kvjax calibrate lococo`.
     """
-    select = make_selection(Accumulated(), budget, 0, recent)
-    return Method(select=select, merge=Convolved(Convolutions.given(table), budget, recent))
+    select = make_selection(AccumulatedAttention(), budget, 0, recent)
+    return Method(select=select, merge=ConvolutionMerge(ConvolutionTable.table_file(table), budget, recent))

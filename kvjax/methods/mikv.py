@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
-from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
 from kvjax.cache.codecs.tokens import Tokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.methods.registry import recipe
@@ -17,7 +17,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(TiersByPrompt, Tier):
+class BalancedTier(PromptAdaptiveTiers, Tier):
     """A low tier whose keys are brought into balance by all queries and keys of the prompt."""
 
 
@@ -57,7 +57,7 @@ def mikv(
     coded = Tokens(low, group=group)
     held = Rows(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(Accumulated(), share, Balanced(coded), coded, recent)
+        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = Tier(Accumulated(), share, coded, coded, recent)
+        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

@@ -39,5 +39,5 @@ def pyramidkv(
     than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the budget), or "peer", kvpress'
     floating-point form. window, kernel, pool, reduce, reduce_first, sinks, unit, per as in `snapkv`.
     """
-    scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
+    scorer = scorers.WindowAttention(window, kernel, pool, reduce, reduce_first)
     return Method(select=make_selection(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))

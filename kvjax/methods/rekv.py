@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.cache.readers.retrieval import Index, Retrieve, slots_of_queries
+from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -71,7 +71,7 @@ class ByQuestion(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -79,7 +79,7 @@ class ByQuestion(Retrieve):
         bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
-        kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
         return ReadResult(
             self.found(layer, state, q, q_pos, asking, reader_state.blocks), reader_state, cross_layer=cross_layer
@@ -114,5 +114,5 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
     video). recent: last tokens, always read, for question and answer. Unlike `infllm`, all keys of a block make its
     key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
     """
-    at_least("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
+    check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
     return Method(k=Host(Plain()), v=Host(Plain()), read=ByQuestion(MeanKeys(block), topk, sinks, recent))

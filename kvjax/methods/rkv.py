@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
+from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scores, pre_window_mask, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -45,7 +45,7 @@ class RKV(Scorer):
         check_kernel(self.kernel)
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        block, before = block.clean(), before_window(block, self.num_queries)
+        block, before = block.clean(), pre_window_mask(block, self.num_queries)
         received = self._received(
             block, latest(self.require_observation(observation), self.num_queries), before, spec.window
         )
@@ -56,10 +56,10 @@ class RKV(Scorer):
         """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
         seen = attention.visible(block.pos, observation.pos, window)[:, :, 0] & before[:, :, None]
         logits = attention.scores(observation.q, block.k).max(2)
-        p, _, l = attention.weights(jnp.where(seen, logits, attention.NEG))
+        p, _, l = attention.weights(jnp.where(seen, logits, attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
-        return pooled(received, before, self.kernel, "max")
+        return pool_scores(received, before, self.kernel, "max")
 
 
 def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
@@ -89,7 +89,7 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))
+    p, _, l = attention.weights(jnp.where(real, total / count, attention.MASKED_LOGIT))
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
-from kvjax.core.attention import NEG, scores, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
@@ -52,7 +52,7 @@ class Hybrid(Boxes):
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
     def among(self, score: Array, candidates: Array) -> Array:
-        p, _, l = weights(jnp.where(candidates, score, NEG))
+        p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 
 
@@ -86,8 +86,8 @@ def rocketkv(
     pages are found (the authors shrink tokens and channels alike: 1 / page; TensorRT-LLM takes all). A prompt attends
     exactly.
     """
-    at_least("RocketKV", page=(page, 1))
+    check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
-    select = make_selection(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
+    select = make_selection(scorers.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
     return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))

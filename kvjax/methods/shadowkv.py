@@ -11,16 +11,16 @@ from jax import lax
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.low_rank import Fitted
-from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -72,7 +72,7 @@ class Shadow(SideStore):
         block = block.clean()
         chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(chunks * self.chunk, dtype=jnp.int32)[None, None]
-        front = gather(block, jnp.where(slot < block.pos.shape[2], slot, -1))
+        front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, likeness = self._landmarks(front.k)
         away = self._away(block, likeness)
         here = self._here(block, away, min(self.num_main_slots(most), slots))
@@ -83,14 +83,14 @@ class Shadow(SideStore):
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         chunk = jnp.arange(likeness.shape[2], dtype=jnp.int32)[None, None]
         whole = chunk < (length // self.chunk - self.local)[..., None]
-        outliers = top(-likeness, whole, jnp.full_like(length, self.outliers))
+        outliers = top_k_mask(-likeness, whole, jnp.full_like(length, self.outliers))
         return jnp.repeat(whole & ~outliers, self.chunk, -1)
 
     def _here(self, block: KVBlock, away: Array, slots: int) -> KVBlock:
         """What stays in the slots."""
         after = jnp.zeros((*away.shape[:2], block.pos.shape[2]), bool)
         away = jnp.concatenate([away, after], 2)[:, :, : block.pos.shape[2]]
-        return gather(block, slots_where((block.pos >= 0) & ~away, slots))
+        return gather_tokens(block, mask_to_slots((block.pos >= 0) & ~away, slots))
 
     def _store(self, layer: MethodLayer, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
         """The chunks, with directions that are fitted to all tokens of the prompt."""
@@ -121,14 +121,14 @@ class Shadow(SideStore):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             seen = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(seen, scores(q, landmarks), NEG))
+            p, _, l = weights(jnp.where(seen, scores(q, landmarks), MASKED_LOGIT))
             share = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             best, chunk = lax.top_k(jnp.where(seen, share, -1.0), min(self.budget // self.chunk, share.shape[4]))
             within = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + within, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return by_query_blocks(attend, q, q_pos, 16)
+        return map_query_blocks(attend, q, q_pos, 16)
 
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos

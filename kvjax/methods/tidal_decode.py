@@ -12,10 +12,10 @@ from jax import lax
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -60,7 +60,7 @@ class PersistentTokens(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         if cross_layer is None or self.chooses:
@@ -71,7 +71,7 @@ class PersistentTokens(Reader):
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
             return attend_slots(layer, state, q, q_pos, _slots(state.pos, jnp.concatenate([chosen, own], -1)))
 
-        return ReadResult(by_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
 
     def _choose(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
         """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
@@ -82,12 +82,14 @@ class PersistentTokens(Reader):
             s = logits(layer, state, q, q_pos, keys)
             p, m, l = weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
-            best, slot = lax.top_k(jnp.where(earlier, s, NEG), count)
+            best, slot = lax.top_k(jnp.where(earlier, s, MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
-            return ReadResult(Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > NEG / 2, pos, -1))
+            return ReadResult(
+                Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
+            )
 
-        found = by_query_blocks(attend, q, q_pos, 64)
+        found = map_query_blocks(attend, q, q_pos, 64)
         return found._replace(cross_layer=jnp.moveaxis(found.cross_layer, 3, 2))
 
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import still_seen
+from kvjax.cache.eviction.competition import level_components
+from kvjax.cache.eviction.future_queries import visible_to_next_query
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scope import level_slots
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -68,14 +68,14 @@ class TurnedQueries(Scorer):
         asking = observation.pos >= 0
         behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
-        readable = still_seen(block, spec.window)[:, :, :, None]
+        readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, before, there = queries
             bare = spec.rope.unrotate_queries(q, jnp.maximum(before, 0))
             turned = spec.rope.rotate_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
             allowed = visible(block.pos, there) & readable
-            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), NEG))
+            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
@@ -146,5 +146,5 @@ def turned_queries(
     """
     return Method(
         select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
-        **level_slots(level, page),
+        **level_components(level, page),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvjax.explore import page
-from tests import browser
 from tests.explore.made_up import Words, record
+from tests.helpers import browser
 
 pytestmark = pytest.mark.skipif(browser.path() is None, reason="no Chromium; `make` brings one where npm is")
 WORDS = ("the ", "cat\n", "</script><img src=x onerror=alert(1)>", "sat ", "", "“on” ", "a ")

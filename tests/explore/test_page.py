@@ -14,7 +14,7 @@ import pytest
 from kvjax.explore import page, state
 from kvjax.explore.pieces import pieces
 from kvjax.models.model import load
-from tests.eval.test_report import Page
+from tests.eval.page.test_report import Page
 from tests.explore.made_up import HOSTILE, Words, record
 
 

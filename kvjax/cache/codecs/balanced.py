@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
 
@@ -22,7 +22,7 @@ class Weighted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Balanced(KeysByPrompt):
+class ChannelBalancer(PromptAdaptiveKeys):
     """Channels are multiplied by b = sqrt(max |q| / max |k|) and those of queries divided by it (MiKV, 2402.18096).
 
     Products stay what they are, and outliers are shared between both. The maxima are those of a prompt, over the query

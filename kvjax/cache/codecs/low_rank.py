@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.bases import group_size, in_groups, products
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.bases import group_heads, group_size, sum_outer_products
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
@@ -72,13 +72,13 @@ class LowRank(Codec):
 
     def gather(self, stored: Low, idx: Array) -> Array:
         if self.heads == 1:
-            return self._expanded(memory.rows(stored.rows, idx), stored)
+            return self._expanded(memory.gather_tokens(stored.rows, idx), stored)
         K, every = idx.shape[1], over_heads.gather(idx)  # each head has a part of what any of them asks for
         B, _, n = every.shape
         asked = jnp.broadcast_to(every.reshape(B, 1, -1), (B, K, every.shape[1] * n))
-        together = self._together(memory.rows(stored.rows, asked), stored)
+        together = self._together(memory.gather_tokens(stored.rows, asked), stored)
         of_heads = jnp.broadcast_to(together, (B, K, *together.shape[2:])).reshape(B, K, every.shape[1], n, -1)
-        own = (over_heads.first(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return self._expanded(jnp.take_along_axis(of_heads, own, 2)[:, :, 0], stored)
 
     def scores(self, q: Array, stored: Low) -> Array:
@@ -111,12 +111,12 @@ class LowRank(Codec):
         member = self._groups(K)[:, None] == jnp.arange(every // size, dtype=jnp.int32)[None]
         sums = jnp.einsum("bktr,ku->btur", own, member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         parts = over_heads.sum(sums[:, None]).reshape(B, T, every, r // size)
-        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first(K), K, 1).astype(x.dtype)
+        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first_head(K), K, 1).astype(x.dtype)
 
     def _groups(self, here: int) -> Array:
         """i32[K]: the group of each head of this device."""
         assert self.spec is not None
-        return (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
+        return (over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
 
     def _all(self, stored: Low) -> Array:
         """All coordinates; see `_together`."""
@@ -139,14 +139,14 @@ class LowRank(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTable(LowRank):
+class CalibratedLowRank(LowRank):
     """The first directions of a table of `Bases`, the same for all rows of a batch.
 
     share: of the channels, rounded down, but at least one coordinate a head. of: which of the table's bases; bare keys
     are held without their rotation.
     """
 
-    table: Given | None = None
+    table: TableFile | None = None
     of: str = "values"
     share: float = 0.5
 
@@ -159,7 +159,7 @@ class FromTable(LowRank):
         return self.of == "bare_keys"
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = cast(FromTable, super().at(spec))
+        bound = cast(CalibratedLowRank, super().at(spec))
         bound._given()  # a table that does not fit is told when the method is bound
         return bound
 
@@ -169,7 +169,7 @@ class FromTable(LowRank):
         K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
-        basis, mean = self.table.of(self.spec, **shapes).values()
+        basis, mean = self.table.layer_arrays(self.spec, **shapes).values()
         rank = size * max(fraction_of(self.share, H), 1)
         if rank > basis.shape[2]:
             raise KvjaxError(
@@ -179,7 +179,7 @@ class FromTable(LowRank):
         return basis.reshape(K, H, -1)[:, :, :rank], mean.reshape(K, H)
 
     def directions(self, x: Array) -> tuple[Array, Array]:
-        basis, mean = (over_heads.own(jnp.asarray(array), x.shape[1])[None] for array in self._given())
+        basis, mean = (over_heads.local_part(jnp.asarray(array), x.shape[1])[None] for array in self._given())
         return basis, mean[:, :, None]
 
 
@@ -197,12 +197,12 @@ class Fitted(LowRank):
 
     def directions(self, x: Array) -> tuple[Array, None]:
         assert self.spec is not None
-        vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
+        vectors = _eigenvectors(sum_outer_products(group_heads(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
         by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
-        return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
+        return lax.dynamic_slice_in_dim(by_head, over_heads.first_head(K), K, 1), None
 
 
 @jax.custom_jvp

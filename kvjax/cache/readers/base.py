@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
@@ -67,7 +67,13 @@ class Reader:
         )
 
     def read(
-        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
+        self,
+        layer: MethodLayer,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        other_partial: Partial | None,
+        cross_layer: Any,
     ) -> ReadResult:
         """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
 
@@ -78,7 +84,7 @@ class Reader:
 
 
 def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
-    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
+    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus bias, MASKED_LOGIT where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
     elif layer.k.pre_rope:
@@ -87,13 +93,13 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
         s = layer.k.scores(q, keys)
     if state.bias is not None:
         s = s + state.bias[:, :, None, None]
-    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
 
 def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
     assert layer.method.decode is not None
-    rope, index = layer.spec.rope, layer.method.decode.index
+    rope, index = layer.spec.rope, layer.method.decode.cache_positions
     turned = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
     bare = rope.unrotate_queries(q, q_pos)
     return scores(rope.rotate_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)
@@ -110,7 +116,7 @@ def shares(p: Array, l: Array) -> Array | None:
     return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
 
 
-def by_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
+def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
     """attend(q, q_pos, *more), n queries at a time, so that a long chunk needs no T x S array.
 
     more: what belongs to the queries, [B K G T ...]. It gives arrays [B K G T ...] (a Partial, a Reading).

@@ -17,7 +17,7 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.models.model import Model
 from kvjax.utils import json_documents
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 
 HEADER, SEAL = "header", "seal"
 """The entries that are no arrays: a JSON description of the arrays, and its digest."""
@@ -58,7 +58,7 @@ def write(
     text = json.dumps(header).encode()
     save: Callable[..., None] = np.savez_compressed if deflate else np.savez
     entries = {HEADER: text, SEAL: hashlib.sha256(text).digest(), **arrays}
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         save(file, **{name: _to_bytes(x) for name, x in entries.items()})
     return path
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer
-from kvjax.cache.state import missing
+from kvjax.cache.state import missing_ability
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
 from kvjax.core.rope import Rope, rotate
@@ -74,7 +74,7 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         )
     for layer in cache.plan:
         if not isinstance(layer, EditableLayer):
-            raise missing(layer, "be edited")
+            raise missing_ability(layer, "be edited")
     edited = crop(cache, first.tolist())
     if num_inserted.any():
         edited = extend_padded(model, inserted, edited)[1]
@@ -124,7 +124,7 @@ def _append_later_tokens(
         assert isinstance(layer, EditableLayer)
 
         def run(state: Any, old_state: Any, count: Array, shift: Array) -> Any:
-            return layer.appended(state, move(layer.held(old_state), count, shift))
+            return layer.append_block(state, move(layer.decoded_block(old_state), count, shift))
 
         return per_device(run, count.shape[0], heads, mesh)(state, old_state, count, shift)
 

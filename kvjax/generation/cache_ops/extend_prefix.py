@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import Cache, slots_of
-from kvjax.cache.shared_prefix import Behind, Shared, members_of
+from kvjax.cache.protocol import Cache, num_layer_slots
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named, per_device
+from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
@@ -31,7 +31,7 @@ from kvjax.models.model import Model
 def read_after_prefix(
     model: Model,
     prefix: Cache,
-    method: Behind,
+    method: SharedPrefixMethod,
     ids: Sequence[Sequence[int]],
     *,
     of: Sequence[int] | None,
@@ -57,12 +57,12 @@ def read_after_prefix(
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
     own_capacity = capacity - int(before.min())  # the most tokens of its own that a sequence may grow to
-    num_slots = tuple(slots_of(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own_capacity))
     is_single = (num_prefixes == 1 or mesh is not None) and (followed == 0).all()
     if mesh is not None and not is_single:
         raise KvjaxError("on a mesh all rows share one prefix, row 0; read each group of rows as a batch of its own")
-    members = None if is_single else members_of(followed, num_prefixes)
+    members = None if is_single else sequences_by_prefix(followed, num_prefixes)
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
     mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, mesh)
     compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(ids))
@@ -70,8 +70,8 @@ def read_after_prefix(
     def replicate_first(x: Array) -> Array:
         assert mesh is not None
         first = jax.device_put(x, memory.DEVICE)[:1]
-        # For a batch of 2, `layer_axes` takes one sequence for shared by all: only the heads are split.
-        sharding = named(layer_axes(first.shape, 2, prefix.config.kv_heads), mesh)
+        # For a batch of 2, `axes_of_layer_array` takes one sequence for shared by all: only the heads are split.
+        sharding = named_sharding(axes_of_layer_array(first.shape, 2, prefix.config.kv_heads), mesh)
         kind = x.sharding.memory_kind
         return jax.device_put(first, sharding if kind is None else sharding.with_memory_kind(kind))
 
@@ -98,14 +98,16 @@ class PrefillAfterPrefix(ForwardMode):
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
         layer = call.layer
-        assert isinstance(layer, Shared)
+        assert isinstance(layer, SharedPrefixLayer)
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
 
         def begin(
             prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
         ) -> Any:
-            return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
+            return layer.prefill_after_prefix(
+                prefix, prefix_lengths, members, q, block, observation, num_slots=call.num_slots
+            )
 
         run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)

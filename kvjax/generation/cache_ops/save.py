@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
-from kvjax.cache.shared_prefix import Shared, SharedState
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, num_layer_slots
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
-from kvjax.core.mesh import layer_axes
+from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -26,7 +26,7 @@ from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET_TOKENS, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.methods.method_hash import identity, is_ones_own
-from kvjax.methods.strings import method_of, name_of, parts_of
+from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.model import Model
 
 FORMAT = archive.Format("kvjax-context", 2, {"method": str, "code": str, "capacity": int, "layers": int})
@@ -66,7 +66,7 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
             )
         placed = []
         for name, x in zip(names, leaves, strict=True):
-            axes = "" if model.mesh is None else layer_axes(x.shape, batch, model.config.kv_heads)
+            axes = "" if model.mesh is None else axes_of_layer_array(x.shape, batch, model.config.kv_heads)
             x = place(model, x, axes)
             placed.append(jax.device_put(x, memory.HOST) if header["arrays"][name]["host"] else x)
         layers.append(jax.tree.unflatten(tree, placed))
@@ -82,7 +82,7 @@ def _code_of(method: KVMethod) -> str:
 
 def _resolve_method(name: str, method: str | KVMethod | None, path: str | Path) -> KVMethod:
     """Makes the method that the file names, or checks that `method` is the same."""
-    is_known = parts_of(name) != ()
+    is_known = split_methods(name) != ()
     if method is None:
         if not is_known:
             raise KvjaxError(
@@ -101,7 +101,7 @@ def _candidate_trees(
     layer: BoundLayer, model: Model, batch: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """Yields tree structures of a layer's state, of `batch` sequences if known, that fit the first of the arrays."""
-    if isinstance(layer, Shared):
+    if isinstance(layer, SharedPrefixLayer):
         prefix, own = layer.parts
         capacity = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had a larger one
         for prefix_tree in _candidate_trees(prefix, model, None, capacity, arrays):
@@ -113,18 +113,18 @@ def _candidate_trees(
                 )
                 leaf: Any = 0
                 for members in (None, leaf):
-                    yield jax.tree.structure(SharedState(*states, before=leaf, members=members))
+                    yield jax.tree.structure(SharedPrefixState(*states, before=leaf, members=members))
         return
     batches = dict.fromkeys(map(len, arrays)) if batch is None else (batch,)
     layers = [layer]
     if isinstance(layer, BudgetedLayer) and layer.needs.global_budget:
         # The layer's part of the budget depended on the prompts; one of the arrays has as many slots.
-        layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
+        layers += [layer.with_kept_slots(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     # The header does not say how long the prompts were nor how many slots there are: candidates, likelier ones first.
     # The state of most methods depends on the slots alone.
     prompts = (capacity, *range(BUCKET_TOKENS, capacity, BUCKET_TOKENS))
     slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, model.config.kv_heads)]
-    slots += [slots_of(layer, (n,), capacity) for n in prompts]
+    slots += [num_layer_slots(layer, (n,), capacity) for n in prompts]
     slots = list(dict.fromkeys(n for n in slots if 0 < n <= capacity))
     sizes = [*((n, n) for n in slots), *itertools.product(prompts, slots)]
     for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache.protocol import BoundLayer, Cache, RewindableLayer
-from kvjax.cache.state import KEEP, as_one, as_rows, missing
+from kvjax.cache.state import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
@@ -33,7 +33,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     Raises:
       IncompatibleMethod: a method that has evicted some of the tokens, or has coded them in groups for good.
     """
-    cache.check_whole()
+    cache.check_usable()
     new_lengths, old_lengths = per_sequence(lengths, cache, "lengths"), sequence_lengths(cache)
     for row, (new, old) in enumerate(zip(new_lengths, old_lengths, strict=True)):
         if not 0 <= new <= old:
@@ -41,13 +41,13 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     count = old_lengths - new_lengths
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         max_rollback = np.asarray(layer.max_rollback(state))
         for row in np.flatnonzero(count > max_rollback)[:1]:
             raise IncompatibleMethod(
                 f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at most: "
                 f"those before lie in groups that are coded for good, or in a shared prefix; crop to "
-                f"{old_lengths[row] - max_rollback[row]} tokens or more; {KEEP}"
+                f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)
     layers = crop_layers(cache.layers, count, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
@@ -62,7 +62,7 @@ def crop_layers(
 
     def crop_layer(layer: BoundLayer, state: Any) -> Any:
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(crop_layer, plan, layers))
@@ -70,7 +70,7 @@ def crop_layers(
 
 def take(cache: Cache, which: Sequence[int]) -> Cache:
     """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
-    cache.check_whole()
+    cache.check_usable()
     indices = np.asarray(which)
     B = cache.length.shape[0]
     if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
@@ -81,8 +81,8 @@ def take(cache: Cache, which: Sequence[int]) -> Cache:
     if mesh is not None:
         check_divides("B", len(indices), mesh, "take a number of rows that does")
     at = jnp.asarray(indices, jnp.int32)
-    layers = tuple(as_rows(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
-    return dataclasses.replace(cache, layers=layers, length=as_rows(None, cache.length, at))
+    layers = tuple(take_sequences(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
+    return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
 
 
 def fork(cache: Cache, times: int) -> Cache:
@@ -100,7 +100,7 @@ def join(caches: Sequence[Cache]) -> Cache:
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")
     for cache in caches:
-        cache.check_whole()
+        cache.check_usable()
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.weights and first.weights and cache.weights != first.weights:
@@ -115,13 +115,13 @@ def join(caches: Sequence[Cache]) -> Cache:
     layers = []
     for i, layer in enumerate(first.plan):
         try:
-            layers.append(as_one(layer, [cache.layers[i] for cache in caches]))
+            layers.append(concat_sequences(layer, [cache.layers[i] for cache in caches]))
         except ValueError as e:
             raise KvjaxError(
                 f"layer {i} of these caches is held in unlike shapes ({e}); read documents of like length with one "
                 "capacity and width"
             ) from e
-    return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
+    return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
 
 
 def per_sequence(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:

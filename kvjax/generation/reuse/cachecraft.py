@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.cache.readers.base import map_query_blocks
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
@@ -156,8 +156,8 @@ def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, wi
     """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
-        s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), NEG)
+        s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), MASKED_LOGIT)
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 
-    return by_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))
+    return map_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))

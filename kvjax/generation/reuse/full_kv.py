@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import Cache, KVMethod, Needs, slots_of
+from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target, outer_params
@@ -65,7 +65,7 @@ class FullKV:
                 )
             return read(model, self.ids, method, capacity=capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
-        num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+        num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         checks.check_prompts(model, plan, lengths, num_slots, capacity, width=width, chunk=width)
         prompts = []
         for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):

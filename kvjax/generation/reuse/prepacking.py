@@ -97,7 +97,7 @@ class OwnPrompt:
 
     width: int
 
-    def sees(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: Array, t: Array) -> Array:
         """Whether two positions belong to one prompt."""
         return s // self.width == t // self.width
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
-from kvjax.cache.state import missing
-from kvjax.core.random import seeded
+from kvjax.cache.state import missing_ability
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode
 from kvjax.engine.forward import Target
@@ -135,7 +135,7 @@ def speculate(
     targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
     run = jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())
     with timer.timed():
-        state = init_state(last, seeded(params.seed), eos, sampler, length=max_new_tokens)
+        state = init_state(last, key_from_seed(params.seed), eos, sampler, length=max_new_tokens)
         state = dataclasses.replace(state, verifier=cache, draft=draft_cache)
         state = run(
             params=model.params,
@@ -170,7 +170,7 @@ def _prefill_rewindable(
     try:
         for layer, state in zip(cache.plan, cache.layers, strict=True):
             if not isinstance(layer, RewindableLayer):
-                raise missing(layer, "give back tokens")
+                raise missing_ability(layer, "give back tokens")
             layer.max_rollback(state)
         crop = functools.partial(crop_layers, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
         jax.eval_shape(crop, cache.layers, cache.length)  # traces without running: it only has to be possible

@@ -1,0 +1,73 @@
+"""Tables in files: what is written comes back, and what does not fit says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.cache.calibration import table_file
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.errors import KvjaxError
+from tests.contract import layer
+
+SPEC = dataclasses.replace(layer.spec(), num_layers=2)
+
+
+@pytest.fixture
+def path(tmp_path):
+    rows = [{"weights": np.full((layer.K,), i + 0.5, np.float32)} for i in range(2)]
+    return str(table_file.write(tmp_path / "heads.safetensors", "heads", SPEC, rows, "a test"))
+
+
+def test_each_layer_finds_its_own_arrays(path):
+    second = dataclasses.replace(SPEC, index=1)
+    for spec, want in ((SPEC, 0.5), (second, 1.5)):
+        np.testing.assert_array_equal(
+            TableFile(path, "heads").layer_arrays(spec, weights=(layer.K,))["weights"], [want] * layer.K
+        )
+        assert TableFile(path, "heads").layer_arrays(spec, weights=(None,))
+
+
+def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    copy.write_bytes(Path(path).read_bytes())
+    table_file.write(other, "heads", SPEC, [{"weights": np.zeros(layer.K, np.float32)}] * 2)
+    assert TableFile(str(copy), "heads") == TableFile(path, "heads") and hash(TableFile(str(copy), "heads"))
+    assert TableFile(str(other), "heads") != TableFile(path, "heads") != TableFile(path, "bases")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "shapes", "says"),
+    [
+        ("bases", SPEC, {}, "is a table of heads, and one of bases is needed"),
+        (
+            "heads",
+            dataclasses.replace(SPEC, head_dim=64),
+            {},
+            "head_dim=32, and this one has head_dim=64; make a table",
+        ),
+        ("heads", dataclasses.replace(SPEC, num_layers=3), {}, "layers=2, and this one has layers=3"),
+        ("heads", SPEC, {"bases": (2,)}, "has no array `0.bases`; make the table anew"),
+        ("heads", SPEC, {"weights": (5,)}, r"`0.weights` of .* has shape \(2,\), expected \(5\)"),
+        ("heads", SPEC, {"weights": (2, None)}, r"expected \(2, any\)"),
+    ],
+)
+def test_a_table_that_does_not_fit_says_why(path, kind, spec, shapes, says):
+    with pytest.raises(KvjaxError, match=says):
+        TableFile(path, kind).layer_arrays(spec, **shapes)
+
+
+def test_what_is_no_table_says_so(tmp_path):
+    with pytest.raises(KvjaxError, match="no table of heads can be read from .*No such file.*kvjax calibrate heads"):
+        TableFile(str(tmp_path / "none"), "heads")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(KvjaxError, match="is no safetensors file"):
+        TableFile(str(tmp_path / "text"), "heads").layer_arrays(SPEC)
+    with pytest.raises(KvjaxError, match="1 sets of arrays for 2 layers"):
+        table_file.write(tmp_path / "few", "heads", SPEC, [{}])
+    bad = table_file.write(tmp_path / "bad", "heads", SPEC, [{"weights": np.array([1, np.nan], np.float32)}] * 2)
+    with pytest.raises(KvjaxError, match="not finite"):
+        TableFile(str(bad), "heads").layer_arrays(SPEC, weights=(2,))

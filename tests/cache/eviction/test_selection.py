@@ -1,0 +1,169 @@
+"""Selection: exact counts, ties, order, what always stays, and errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.eviction.budgets import Uniform
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
+from kvjax.cache.eviction.scorers import Scorer, Scores
+from kvjax.cache.eviction.selection import Selection
+from kvjax.core.top_k import top_k_mask
+from kvjax.core.types import KVBlock, gather_tokens
+from kvjax.errors import KvjaxError
+from tests.contract import layer
+from tests.oracles import eviction as oracle
+
+LENGTHS = (21, 5, 14)
+
+
+class Known(Scorer):
+    """The scores that stand in the values."""
+
+    def scores(self, block, observation, spec):
+        return Scores(block.v[:, :, None, :, 0], block.v[..., 0])
+
+
+def select(scores, pos, keep, slots, sinks, recent, unit, scope="head"):
+    block = KVBlock(scores[..., None], scores[..., None], pos)
+    selection = Selection(Known(), Uniform(slots), sinks, recent, unit, scope)
+    return selection.select_slots(block, None, keep, slots, layer.spec()).slots
+
+
+run = jax.jit(select, static_argnums=(3, 4, 5, 6, 7))
+
+
+def data(fill: float = -np.inf, levels: int = 4):
+    """Scores f32[B K S] with many ties, and pos i32[B 1 S]; empty slots hold `fill`."""
+    rng = np.random.default_rng(0)
+    real = np.arange(21)[None] < np.array(LENGTHS)[:, None]
+    scores = np.where(real[:, None], rng.integers(0, levels, (3, 2, 21)), fill).astype(np.float32)
+    return scores, np.where(real, np.arange(21)[None], -1).astype(np.int32)[:, None]
+
+
+def expected(keep, sinks, recent, unit, per="head"):
+    scores = data()[0].astype(np.float64)
+    rows = [
+        oracle.kept(scores[b, :, :n], m, sinks, recent, unit.size, unit.score, per)
+        for b, (n, m) in enumerate(zip(LENGTHS, keep, strict=True))
+    ]
+    return [[kept + [-1] * (12 - len(kept)) for kept in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("keep", "sinks", "recent", "unit"),
+    [
+        ((12, 7, 9), 2, 3, Token()),
+        ((5, 5, 5), 2, 3, Token()),
+        ((1, 0, 2), 0, 0, Token()),
+        ((11, 12, 8), 2, 3, Chunk(4)),
+        ((12, 12, 12), 0, 1, Chunk(5, "max")),
+        ((10, 6, 12), 3, 2, Page(3, "mean")),
+        ((9, 9, 9), 4, 4, Chunk(20)),
+    ],
+)
+def test_the_best_stay_with_ties_to_the_earlier(keep, sinks, recent, unit):
+    scores, pos = data()
+    got = run(scores, pos, np.array(keep, np.int32), 12, sinks, recent, unit)
+    assert np.asarray(got).tolist() == expected(keep, sinks, recent, unit)
+    for fill in (1e4, np.inf, np.nan):  # padding, whatever it is scored
+        np.testing.assert_array_equal(got, run(data(fill)[0], pos, np.array(keep, np.int32), 12, sinks, recent, unit))
+
+
+def test_one_set_for_the_layer():
+    scores, pos = data()
+    got = run(scores, pos, np.array([9, 9, 9], np.int32), 12, 2, 3, Token(), "layer")
+    want = expected((9, 9, 9), 2, 3, Token(), "layer")
+    assert got.shape == (3, 1, 12) and np.asarray(got)[:, 0].tolist() == [row[0] for row in want]
+
+
+def test_a_rows_count_is_known_before_its_scores():
+    for keep in range(5, 13):
+        got = run(*data(), np.full(3, keep, np.int32), 12, 2, 3, Chunk(4))
+        counts = (np.asarray(got) >= 0).sum(-1)
+        for b, n in enumerate(LENGTHS):
+            rest = (n - 5) % 4
+            whole = 5 + min(rest, keep - 5) + max(0, keep - 5 - rest) // 4 * 4
+            assert (counts[b] == (n if n <= keep else whole)).all()
+
+
+def test_all_tokens_of_a_short_prompt_stay_when_there_are_more_slots_than_tokens():
+    scores, pos = data()
+    got = run(scores, pos, np.array([30, 30, 30], np.int32), 30, 9, 9, Chunk(4))
+    for b, n in enumerate(LENGTHS):
+        assert np.asarray(got)[b].tolist() == [list(range(n)) + [-1] * (30 - n)] * 2
+
+
+def test_top_takes_exactly_as_many_as_asked():
+    s = np.array([[3, 1, 3, 3, 2], [-np.inf, 0, -0.0, 0, 5]], np.float32)
+    allowed = np.array([[True, True, False, True, True], [True] * 5])
+    f = jax.jit(top_k_mask)
+    for n in range(6):
+        got = np.asarray(f(s, allowed, np.array([n, n], np.int32)))
+        assert np.flatnonzero(got[0]).tolist() == sorted([0, 3, 4, 1][:n])
+        assert np.flatnonzero(got[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
+
+
+def test_gathered_rows_keep_their_positions():
+    k = np.arange(2 * 2 * 5 * 3).reshape(2, 2, 5, 3).astype(jnp.bfloat16)
+    pos = np.array([[[0, 1, 2, 3, 4]], [[0, 1, 2, -1, -1]]], np.int32)
+    idx = np.array([[[1, 4], [0, 2]], [[2, -1], [0, -1]]], np.int32)
+    gather = jax.jit(gather_tokens)
+    out = gather(KVBlock(k, k + 1, pos), idx)
+    assert np.asarray(out.pos).tolist() == [[[1, 4], [0, 2]], [[2, -1], [0, -1]]]
+    np.testing.assert_array_equal(np.asarray(out.k)[0, 1], k[0, 1, [0, 2]])
+    np.testing.assert_array_equal(np.asarray(out.v)[0, 0], k[0, 0, [1, 4]] + 1)
+    shared = gather(KVBlock(k, k, pos), idx[:, :1])
+    assert shared.pos.shape == (2, 1, 2) and shared.k.shape == (2, 2, 2, 3)
+    np.testing.assert_array_equal(np.asarray(shared.k)[0, 1], k[0, 1, [1, 4]])
+    again = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
+    np.testing.assert_array_equal(again.pos, np.repeat(shared.pos, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("keep", "slots", "sinks", "recent", "unit", "says"),
+    [
+        ((5, 5, 5), 5, 4, 2, Token(), r"a budget of 5 tokens is below 4 sinks \+ 2 recents; use at least 6"),
+        (
+            (9, 5, 5),
+            9,
+            4,
+            2,
+            Token(),
+            r"sequence 2 has a budget of 5 tokens, below 4 sinks \+ 2 recents; use at least 6",
+        ),
+        ((9, 5, 9), 8, 2, 2, Token(), "sequence 0 keeps 9 tokens but there are 8 slots; use slots=9"),
+        ((9, 9, 9), 9, -1, 2, Token(), "got -1 sinks . 2 recents and 9 slots"),
+        ((9, 9, 9), 9, 3, 2, Page(2), "3 sinks do not fill whole pages of 2 tokens; use 4"),
+    ],
+)
+def test_a_budget_that_cannot_be_says_so(keep, slots, sinks, recent, unit, says):
+    scores, pos = data()
+    with pytest.raises(KvjaxError, match=says):
+        select(scores, pos, np.array(keep, np.int32), slots, sinks, recent, unit)
+
+
+def test_a_traced_budget_below_what_is_protected_keeps_the_sinks_then_the_newest():
+    got = run(*data(), np.array([5, 5, 2], np.int32), 12, 3, 4, Token())
+    assert np.asarray(got)[0, 0, :6].tolist() == [0, 1, 2, 19, 20, -1]
+    assert np.asarray(got)[2, 1, :3].tolist() == [0, 1, -1]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Chunk(0), "a chunk has at least 1 token, got 0"),
+        (lambda: Page(-2), "a page has at least 1 token, got -2"),
+        (lambda: Chunk(2, "min"), "score must be 'sum', 'mean' or 'max', got 'min'"),
+        (
+            lambda: select(*data(), np.full(3, 9, np.int32), 9, 2, 2, Token(), "row"),
+            "`per` in .*must be 'head' or 'layer'",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(make, says):
+    with pytest.raises(KvjaxError, match=says):
+        make()

@@ -1,0 +1,136 @@
+"""Heads of unequal length in pages: every token once, read as under a mask, by any row codec, unit and place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.accounting import array_bytes
+from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.core.types import Array, KVBlock
+from kvjax.methods.strings import parse
+from tests.contract import layer
+from tests.oracles import adakv as oracle
+
+SNAPKV = "snapkv:budget=6,window=2,kernel=3"
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToOne(HeadBudgets):
+    """One head gets as much as it has, the next the rest."""
+
+    def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        one = jnp.minimum(2 * num_units, allowed.sum(-1, dtype=jnp.int32))
+        return jnp.stack([2 * num_units - one, one], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Twofold:
+    """A merge in which each kept token stands for two."""
+
+    def __call__(self, block, kept, choice, spec) -> KVBlock:
+        return dataclasses.replace(kept, bias=jnp.full(kept.k.shape[:3], np.log(2), jnp.float32))
+
+
+def paged(text: str, share: HeadBudgets = AllToOne(), page: int = 4, **slots) -> layer.BoundLayer:
+    """A method of the battery's layer with its heads in pages."""
+    return dataclasses.replace(parse(text), side_store=Pages(share, page), **slots).bind(layer.spec())
+
+
+def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
+    """[row][head]: the prompt's tokens that the pages hold, ascending."""
+    pos = np.asarray(bound.positions(state))
+    return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in pos]
+
+
+def check_reads_as_under_a_mask(
+    bound: layer.BoundLayer, d: layer.Data, k: np.ndarray, v: np.ndarray, atol: float
+) -> None:
+    """Steps are those of dense attention over the tokens that are held and the decoded ones."""
+    state = layer.prefill(bound, d)
+    out = layer.run(bound.method, d, state=state)
+    for b, n in enumerate(d.lengths.tolist()):
+        for head, kept in enumerate(held(bound, state)[b]):
+            for t in range(layer.STEPS):
+                q = np.asarray(d.q[b, head, :, n + t])
+                want = oracle.attend(q, k[b, head], v[b, head], kept, n + t, n)
+                np.testing.assert_allclose(out[b, head, :, t], want, atol=atol)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_every_token_has_one_slot_whoever_gets_them(page):
+    d, bound = layer.data(), paged(SNAPKV, page=page)
+    state = layer.prefill(bound, d, padding=1e4)
+    assert [[len(head) for head in row] for row in held(bound, state)] == [[3, 9], [1, 1], [6, 6]]
+    assert held(bound, state)[0][0][1:] == [7, 8] and held(bound, state)[0][1] == list(range(9))
+    shelf = -(-(2 * (6 + page - 1) // page) // 2)
+    assert state.side_store.pos.shape == (3, 2, shelf * page) and state.side_store.owner.shape == (3, 2, shelf)
+    pages = np.asarray(state.side_store.pos).reshape(3, -1, page)
+    for b in range(3):  # an owner's pages follow each other, and only its last one has empty slots
+        owner = np.asarray(state.side_store.owner)[b].ravel()
+        used = owner[owner >= 0]
+        assert (np.diff(used) >= 0).all() and (owner[used.size :] == -1).all() and (pages[b, used.size :] == -1).all()
+        for head, count in enumerate(np.bincount(used, minlength=2)):
+            assert count == -(-len(held(bound, state)[b][head]) // page)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SNAPKV,
+        SNAPKV + ",unit=chunk2 + offload",
+        "keynorm:budget=6,sinks=1",
+        "snapkv:budget=7,window=2,kernel=3 + kvcrush:share=0.5",
+        SNAPKV + " + int4:rotate=false",
+    ],
+)
+def test_what_is_held_is_read_as_under_a_mask(text):
+    d, bound = layer.data(1), paged(text)
+    every = jnp.broadcast_to(jnp.arange(d.k.shape[2])[None, None], (layer.B, 1, d.k.shape[2]))
+    k, v = (np.asarray(codec.decode(codec.encode(x, every))) for codec, x in ((bound.k, d.k), (bound.v, d.v)))
+    check_reads_as_under_a_mask(bound, d, k, v, 5e-6)
+    on_host = 2 * layer.B * layer.K * (layer.slots(bound) + 2 * 4) * layer.H * 4  # two pages of four on a shelf
+    assert array_bytes(layer.prefill(bound, d))["pinned_host"] == ("offload" in text) * on_host
+
+
+def test_representatives_are_the_same_for_all_heads_and_the_rest_is_shared():
+    d = layer.data(1)
+    bound = paged("snapkv:budget=7,window=2,kernel=3 + kvcrush:share=0.5")
+    first, second = held(bound, layer.prefill(bound, d))[0]
+    assert len(first) + len(second) == 2 * 7 and len(set(first) & set(second) - {7, 8}) >= 2
+
+
+def test_a_bias_is_read_with_its_slot():
+    d, bound = layer.data(2), paged(SNAPKV, merge=Twofold())
+    state = layer.prefill(bound, d)
+    out = layer.run(bound.method, d, state=state)
+    for b, n in enumerate(d.lengths.tolist()):
+        for head, kept in enumerate(held(bound, state)[b]):
+            tokens = [*kept, *kept, n]  # each twice, and the decoded one
+            q, k, v = (np.asarray(x[b, head], np.float64) for x in (d.q, d.k, d.v))
+            p = np.exp(q[:, n] @ k[tokens].T / np.sqrt(layer.H))
+            np.testing.assert_allclose(out[b, head, :, 0], p / p.sum(-1, keepdims=True) @ v[tokens], atol=5e-6)
+
+
+@pytest.mark.parametrize("count", [35, 7])  # of 7, pages are read with their logits side by side
+def test_many_queries_at_once_are_read_as_few(count):
+    d, bound = layer.data(3), paged(SNAPKV)
+    state = layer.prefill(bound, d)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(layer.B, layer.K, layer.G, 70, layer.H)), jnp.float32)
+    q_pos = jnp.broadcast_to(jnp.arange(20, 90)[None], (layer.B, 70))
+    read = jax.jit(bound.method.side_store.read, static_argnums=0)
+    together = read(bound, state, q, q_pos)
+    apart = [read(bound, state, q[:, :, :, at : at + count], q_pos[:, at : at + count]) for at in range(0, 70, count)]
+    for one, *others in zip(together, *apart, strict=True):
+        np.testing.assert_allclose(one, np.concatenate(others, 3), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_long_pages_are_read_as_short_ones(window):
+    d, short, long = layer.data(4), paged(SNAPKV, merge=Twofold()), paged(SNAPKV, page=64, merge=Twofold())
+    np.testing.assert_allclose(layer.run(long.method, d, window), layer.run(short.method, d, window), atol=1e-6)

@@ -1,0 +1,405 @@
+"""`check_method` passes sound methods and names what is wrong with others, each of which would run without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax import KvjaxError, conformance
+from kvjax.cache.protocol import Traits
+from kvjax.core import memory
+from kvjax.core.types import KVBlock
+from kvjax.method_api import Codec, Method, Policy, Scorer, make_selection, token_scores
+from kvjax.testing import BrokenRule, check_method, toy_model
+from tests.contract.test_conformance import LastTokens, LastTokensLayer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(layers=1)
+
+
+def check(method: Any, model) -> None:
+    check_method(method, model, length=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms(Scorer):
+    """Tokens with large values matter; `fault` is what is wrong with it."""
+
+    fault: str = ""
+
+    def scores(self, block, observation, spec):
+        norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
+        if self.fault == "a score that is no number":
+            norms = norms.at[:, 0, 1].set(jnp.nan)
+        if self.fault == "scores of all rows together":
+            norms = jnp.broadcast_to(norms.mean(0), norms.shape)
+        return token_scores(norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstLayer(Scorer):
+    """Small values matter in the first layer, large ones in the others; `asks` is how it is found out which it is."""
+
+    asks: str = "=="
+
+    def is_first(self, spec):
+        ways = {
+            "==": lambda: spec.index == 0,
+            "in": lambda: spec.index in (0, 7),
+            "a set": lambda: spec.index in {0, 7},
+            "not": lambda: not spec.index,
+        }
+        return ways[self.asks]()
+
+    def scores(self, block, observation, spec):
+        norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
+        return token_scores(-norms if self.is_first(spec) else norms, block)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFirstLayer(FirstLayer):
+    """The same, found out when the method is bound."""
+
+    first: bool = False
+
+    def at(self, spec):
+        return dataclasses.replace(self, first=spec.index == 0)
+
+    def is_first(self, spec):
+        return self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Policy):
+    """Only the last tokens stay; `fault` is what is wrong with it."""
+
+    recent: int
+    fault: str = ""
+
+    def num_slots(self, layer):
+        return self.recent + 1
+
+    def init(self, layer, block, observation, slots):
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        newest = length - 1 - jnp.arange(min(slots, self.recent), dtype=jnp.int32)[None, None]
+        if self.fault == "one token twice":
+            newest = newest.at[..., 1].set(newest[..., 0])
+        if self.fault == "the newest of one head":
+            newest = jnp.broadcast_to(newest, (len(newest), 2, newest.shape[2]))
+        return jnp.where(newest >= 0, newest, -1), None
+
+    def after_token(self, layer, state, weights, q_pos):
+        full = (state.pos >= 0).all(2, keepdims=True)
+        if self.fault == "a neighbour that is full":
+            full = full.any(0, keepdims=True)
+        oldest = state.pos == jnp.where(state.pos >= 0, state.pos, 2**30).min(2, keepdims=True)
+        leaves = full & oldest & (self.fault != "nothing leaves")
+        if self.fault == "the newest of one head":
+            newest = state.pos == state.pos.max(2, keepdims=True)
+            leaves = leaves.at[:, 1].set((full & newest)[:, 1])
+        later = 100 * (self.fault == "positions of the future")
+        pos = jnp.where(leaves, -1, jnp.where(state.pos >= 0, state.pos + later, -1))
+        return (jnp.sort(pos, 2) if self.fault == "positions of other tokens" else pos), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Periodic(Policy):
+    """Back to the last 4 tokens whenever 2 more are held, before the next one comes in."""
+
+    waits: bool = True  # for a token of the row itself
+
+    def num_slots(self, layer):
+        return 4 + 2 + 1
+
+    def init(self, layer, block, observation, slots):
+        return Window(4).init(layer, block, observation, slots)
+
+    def before_token(self, layer, state, q, q_pos):
+        full = (state.pos >= 0).sum(2, keepdims=True) >= 4 + 2
+        due = full & (q_pos[:, :, None] >= 0) if self.waits else full
+        old = state.pos <= state.pos.max(2, keepdims=True) - 4
+        return dataclasses.replace(state, pos=jnp.where(due & old, -1, state.pos))
+
+    def after_token(self, layer, state, weights, q_pos):
+        return state.pos, None
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LastTokens(5),
+        Method(decode=Window(4)),
+        Method(decode=Periodic()),
+        Method(select=make_selection(Norms(), 6)),
+        Method(select=make_selection(BoundFirstLayer(), 6)),
+        "offload",
+    ],
+    ids=str,
+)
+def test_a_sound_method_passes(method, model):
+    check(method, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrongly(LastTokens):
+    """The last tokens, and traits that do not hold of it."""
+
+    traits: ClassVar[Traits] = Traits()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exactly(Wrongly):
+    """The last tokens, said to be exact."""
+
+    traits: ClassVar[Traits] = Traits(evicts=True, exact=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(LastTokens):
+    """All tokens, in a state that a step makes longer."""
+
+    traits: ClassVar[Traits] = Traits()
+
+    def bind(self, spec):
+        return GrowingLayer(self.count, spec)
+
+
+class GrowingLayer(LastTokensLayer):
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return prompt_tokens
+
+    def _last(self, *blocks):
+        k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
+        return KVBlock(k, v, pos).clean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Roomy(LastTokens):
+    """The last tokens, in as many slots as there is room for."""
+
+    def bind(self, spec):
+        return RoomyLayer(self.count, spec)
+
+
+class RoomyLayer(LastTokensLayer):
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return self.count + headroom_tokens
+
+    def _last(self, *blocks):
+        kept = super()._last(*blocks)
+        more = [(0, 0), (0, 0), (0, blocks[0].pos.shape[2] - kept.pos.shape[2])]
+        k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (kept.k, kept.v))
+        return KVBlock(k, v, jnp.pad(kept.pos, more, constant_values=-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(LastTokens):
+    """The last tokens, in more slots for short prompts than for long ones."""
+
+    def bind(self, spec):
+        return UnevenLayer(self.count, spec)
+
+
+class UnevenLayer(RoomyLayer):
+    def num_slots(self, prompt_tokens, headroom_tokens):
+        return self.count + 2 * (prompt_tokens < 10)
+
+
+class Poison(Codec):
+    """Rows of which the first is no number."""
+
+    def encode(self, x, pos):
+        return x.at[:, :, 0].set(jnp.nan)
+
+    def decode(self, stored):
+        return stored
+
+    def append(self, stored, x, at):
+        return stored.at[jnp.arange(x.shape[0])[:, None], :, at].set(x.swapaxes(1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(Codec):
+    """Rows in half precision; `fault` is what is wrong with it."""
+
+    fault: str = ""
+
+    def encode(self, x, pos):
+        return memory.pack(x.astype(jnp.float16))
+
+    def decode(self, stored):
+        held = memory.unpack(stored).astype(jnp.float32)
+        return {"one token": held[:, :, :1], "whole numbers": held.astype(jnp.int32)}.get(self.fault, held)
+
+    def append(self, stored, x, at):
+        return stored if self.fault == "nothing new" else memory.append(stored, x.astype(jnp.float16), at)
+
+    def gather(self, stored, idx):
+        return memory.gather_tokens(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
+
+
+def halves(fault: str) -> Method:
+    return Method(k=Half(fault), v=Half(fault))
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncompared(Norms):
+    """Tokens with large or small values matter, by a number that is not compared."""
+
+    sign: float = dataclasses.field(default=1.0, compare=False)
+
+
+FAULTY = {
+    "a field that is not compared": (
+        Method(select=make_selection(Uncompared(), 6)),
+        "method.select.scorer.sign is not compared, so that methods which differ there share one compiled program",
+    ),
+    "a token for all": (
+        halves("one token"),
+        r"of the keys, Half.decode gives float32\[3,2,1,8\], and must give floats \[B K S H\], here \(3, 2, .*, 8\)",
+    ),
+    "whole numbers": (halves("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
+    "rows of other tokens": (halves("the row before"), "of the keys, Half.rows gives other rows than Half.decode"),
+    "nothing is written": (
+        halves("nothing new"),
+        "after step 6, the values that the first layer holds are not those of .* that were decoded .mean cosine",
+    ),
+    "positions of other tokens": (
+        Method(decode=Window(4, "positions of other tokens")),
+        "after step 6, the values that the first layer holds are not those of the tokens at their positions",
+    ),
+    "the newest of one head": (
+        Method(decode=Window(4, "the newest of one head")),
+        "in layer 0, row 0, after step .*, head 1 does not hold the newest token",
+    ),
+    "a neighbour that is full": (
+        Method(decode=Window(4, "a neighbour that is full")),
+        "row 1 holds other tokens in layer 0 when it is read alone than beside others, after step 1",
+    ),
+    "a compression on another row's step": (
+        Method(decode=Periodic(waits=False)),
+        "row . holds other tokens in layer 0 when it is fed beside rows that are fed other numbers of tokens",
+    ),
+    "a score that is no number": (
+        Method(select=make_selection(Norms("a score that is no number"), 6)),
+        "Norms.scores gives NaN, which would win over every number",
+    ),
+    "scores of all rows together": (
+        Method(select=make_selection(Norms("scores of all rows together"), 6)),
+        "row 0 holds other tokens in layer 0 when it is read alone than beside others",
+    ),
+    "one token twice": (
+        Method(decode=Window(4, "one token twice")),
+        "in layer 0, row 0, after the prompt, head 0 holds position 19 2 times, which counts it as often",
+    ),
+    "nothing leaves": (
+        Method(decode=Window(4, "nothing leaves")),
+        "in layer 0, row 0, after step 1, head 0 has no empty slot for the next token",
+    ),
+    "positions of the future": (
+        Method(decode=Window(4, "positions of the future")),
+        "head 0 says that it holds position 1.. of a text of 21 tokens",
+    ),
+    "tokens that are lost": (Wrongly(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
+    "other logits": (Exactly(5), "row 0 are not those of the full cache, and `traits.exact` is True"),
+    "a state that grows": (Growing(5), "in layer 0 a step makes float32.* of an array float32.* of the state"),
+    "bytes that grow": (Roomy(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
+    "bytes that no plan knows": (Uneven(5), ".* are planned for these prompts and .* are held"),
+    "no numbers": (Method(v=Poison()), "the logits of row 0 are not finite in step 1"),
+}
+
+
+MENDS = {
+    "a field that is not compared": ("fields", "Take `compare=False` off"),
+    "a score that is no number": ("scores", "at empty slots: mask them"),
+    "a state that grows": ("shapes", "write into slots"),
+    "no numbers": ("finite", "mask empty slots: `block.pos >= 0`"),
+    "one token twice": ("positions", "take the window out of what is scored"),
+    "nothing leaves": ("positions", "In `after_token`, give one slot of each full head the position -1"),
+    "the newest of one head": ("positions", "never let the slot with the greatest position go"),
+    "positions of the future": ("positions", "Take positions from `block.pos`"),
+    "tokens that are lost": ("positions", "Set `evicts=True`"),
+    "rows of other tokens": ("codecs", "jnp.take_along_axis"),
+    "nothing is written": ("contents", "an `append` that drops what is new"),
+    "a compression on another row's step": ("independence", "wait for that row's own next token"),
+    "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
+    "other logits": ("exact", "Set `exact=False`"),
+    "bytes that grow": ("bytes", "set `constant=False`"),
+}
+
+
+@pytest.mark.parametrize("asks", ["==", "in", "a set", "not"])
+def test_an_index_that_is_only_compared_is_found(asks, model):
+    """A bound layer's spec has none, so that the comparison is false in every layer, and nothing says so."""
+    says = r"place: .*test_check_method.py, line \d+: `spec.index` is used when .* method `at\(self, spec\)`"
+    with pytest.raises(BrokenRule, match=says) as error:
+        check(Method(select=make_selection(FirstLayer(asks=asks), 6)), model)
+    assert error.value.rule == "place"
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
+    method, says = FAULTY[fault]
+    with pytest.raises(BrokenRule, match="breaks a rule of methods: .*" + says) as error:
+        check(method, model)
+    rule, mend = MENDS.get(fault, (error.value.rule, ""))
+    assert error.value.rule == rule and f"breaks a rule of methods: {rule}: " in str(error.value)
+    assert mend in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
+    report = check_method(Method(select=make_selection(Norms(), 6)), model, length=20)
+    assert capsys.readouterr() == ("", "")  # quiet where nobody watches
+    assert [rule.name for rule in report.rules] == [rule.name for rule in conformance.RULES]
+    assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
+    lines = str(report).splitlines()
+    assert lines[0] == repr(report) and len(lines) == 1 + len(report.rules)
+    assert all(rule.name in line and rule.says in line for rule, line in zip(report.rules, lines[1:], strict=True))
+    assert "<td" in report._repr_html_() and "independence" in report._repr_html_()
+
+
+def test_it_shows_the_rule_that_it_is_at(model, capsys):
+    check_method("full", model, length=20, progress=True)
+    told = capsys.readouterr().err
+    assert "full: reading prompts of 20, 1, 13 tokens" in told
+    assert all(f"of {len(conformance.RULES)}, {rule.name}" in told for rule in conformance.RULES)
+    assert told.endswith("\r")  # and takes it away
+
+
+def test_loops_that_differ_are_named(model, monkeypatch):
+    def generated(model, prompts, method, loop, **how):
+        return types.SimpleNamespace(tokens=[[1]] if loop == "while" else [[2]])
+
+    monkeypatch.setattr(conformance, "generate", generated)
+    with pytest.raises(KvjaxError, match=r"a compiled loop makes the tokens \[\[1\]\], and step after step \[\[2\]\]"):
+        check("full", model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clumsy(Scorer):
+    """Scores whose code fails."""
+
+    def scores(self, block, observation, spec):
+        return token_scores(block.v @ block.v, block)
+
+
+def test_what_a_methods_code_raises_is_told_with_its_line(model):
+    line = Clumsy.scores.__code__.co_firstlineno + 1
+    with pytest.raises(KvjaxError, match=rf"fails: .*test_check_method.py, line {line}: TypeError: .*") as error:
+        check(Method(select=make_selection(Clumsy(), 6)), model)
+    assert "\n" not in str(error.value) and isinstance(error.value.__cause__, TypeError)
+
+
+def test_what_says_nothing_is_an_error(model):
+    with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*greater `length`"):
+        check("streaming_llm:recent=100", model)
+    with pytest.raises(KvjaxError, match="or a smaller budget, such as snapkv:budget=6,window=2 . int4$"):
+        check("snapkv:budget=256,window=2 + int4", model)
+    with pytest.raises(KvjaxError, match="length must be an integer from 3"):
+        check_method("full", model, length=1)

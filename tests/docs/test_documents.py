@@ -1,0 +1,122 @@
+"""The code in README, CONTRIBUTING and docs/ runs as it stands there, and prints what the pages show."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import kvjax
+from kvjax.methods.registry import REGISTRY, is_builtin, load_all
+from kvjax.testing import toy_model
+from tests.helpers.documents import (
+    FENCE,
+    ROOT,
+    check_command,
+    code_blocks,
+    commands,
+    compare_output,
+    python_code,
+    run_page,
+)
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "experiments/README.md")
+SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+"""The pages of the site that are written by hand."""
+PAGES = [page for page in (*DOCUMENTS, *SITE) if any(block.language in ("python", "sh") for block in code_blocks(page))]
+RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
+"""Pages whose own tests run them, and look at what the blocks define."""
+
+OWN_METHODS = {
+    "value_norm": "value_norm:budget=40% + kvcrush + kivi:bits=4,group=4,residual=4",
+    "last_tokens": "last_tokens:recent=6 + offload",
+    "half": "half + kcache:n=4",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_catalogue):
+    run_page(page, monkeypatch, tmp_path)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_readme_counts_the_methods():
+    ours = [recipe for recipe in load_all().values() if is_builtin(recipe.make)]
+    assert f"{len(ours)} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_page_with_code_is_run():
+    with_code = {page for page in PAGES if python_code(page)}
+    assert with_code >= {"README.md", "docs/writing_a_method.md", "docs/generation.md", *RUN_ELSEWHERE}
+
+
+@pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
+def test_methods_in_the_text_of_a_page_can_be_used(page, clean_catalogue):
+    """In line, `snapkv:budget=25%` is a method if its first word is the name of one; so is `kvjax ...` a command."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    names = "|".join(load_all())
+    for code in re.findall(rf"`((?:{names})(?::[^`]*| [+] [^`]*))`", text):
+        if "FILE" not in code and "DIR" not in code and ".." not in code:
+            kvjax.parse(code)
+    for code in re.findall(r"`(kvjax [a-z]+ [^`]+)`", text):
+        if ".." not in code:
+            check_command(*commands(code))
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("kvjax eval --metod full", "unrecognized arguments: --metod"),
+        ("kvjax generate --prompt x --method snapvk", "unknown method 'snapvk'"),
+        ("kvjax eval --methods 'full; snapkv:buget=3'", "buget"),
+        ("python -m experiments.bench.wishful", "no module experiments.bench.wishful"),
+        ("make wishful", "make wishful"),
+    ],
+)
+def test_a_command_that_cannot_work_is_found(command, says):
+    (words,) = commands(command)
+    with pytest.raises((AssertionError, pytest.fail.Exception, kvjax.KvjaxError), match=re.escape(says)):
+        check_command(words)
+
+
+def test_an_output_that_differs_is_found():
+    compare_output("1 of ... tokens\n", "1 of 20 tokens  \n", "a page")
+    with pytest.raises(AssertionError, match="the page shows"):
+        compare_output("1 of ... tokens\n", "2 of 20 tokens\n", "a page")
+
+
+def test_of_a_table_of_the_evaluation_all_but_the_scores_is_compared():
+    table = "      1,024-token contexts\n\n method   niah   turns   device  of full   host  tok/s\n ─────────\n"
+    shown = f"{table} full   100.0   75.0 ±9.1   2,066   100.0    0    -\n  percent right; KiB held\n...\n"
+    wider = f"  {table} full        100.0        100.0   2,066   100.0    0    -\n  percent right;\n  KiB held\nwrote\n"
+    compare_output(shown, wider, "a page")
+    for printed in (wider.replace("2,066", "2,067"), wider.replace(" full ", " int4 "), wider.replace("KiB", "MiB")):
+        with pytest.raises(AssertionError, match="the page shows"):
+            compare_output(shown, printed, "a page")
+
+
+@pytest.mark.parametrize(
+    "code", [b for page in ("README.md", "docs/writing_a_method.md") for b in python_code(page) if "@recipe" in b]
+)
+def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
+    before = set(REGISTRY)
+    exec(compile(code, "document", "exec", dont_inherit=True), {"__name__": "document"})
+    (name,) = set(REGISTRY) - before
+    model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
+    for method in (name, OWN_METHODS[name]):
+        together = kvjax.generate(model, prompts, method, max_new_tokens=4).tokens
+        assert together[1] == kvjax.generate(model, prompts[1:], method, max_new_tokens=4).tokens[0]
+
+
+LINKS = (*DOCUMENTS, "CHANGELOG.md", "experiments/LOG.md", *SITE)
+
+
+@pytest.mark.parametrize("page", LINKS)
+def test_links_of_a_page_lead_to_files_of_the_repository(page):
+    """Generated pages are not in git: pages link to what is, and docs/hooks.py turns that into the site's page."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
+        assert ((ROOT / page).parent / target).exists(), target

@@ -1,0 +1,146 @@
+"""Samplers against their definitions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.core.attention import MASKED_LOGIT
+from kvjax.engine.sampling import SamplingParams, apply_filters, sample, sequence_keys
+from kvjax.errors import KvjaxError
+from kvjax.models.chat_template import ChatTemplate
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from kvjax.testing import toy_model
+from tests.models.test_chat import CHATML
+
+P = np.array([[0.5, 0.05, 0.25, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]])
+LOGITS = jnp.asarray(np.log(P), jnp.float32)
+
+
+def kept(**fields) -> list[list[int]]:
+    out = apply_filters(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
+    return [np.flatnonzero(row > MASKED_LOGIT / 2).tolist() for row in np.asarray(out)]
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    assert sample(SamplingParams().sampler(), LOGITS, sequence_keys(jax.random.key(0), 2)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "second"),
+    [
+        ({"top_k": 1}, [0], [0]),
+        ({"top_k": 3}, [0, 2, 3], [0, 1, 2]),
+        ({"top_k": 99}, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
+        ({"top_p": 0.4}, [0], [0, 1]),
+        ({"top_p": 0.6}, [0, 2], [0, 1, 2]),
+        ({"top_p": 0.76}, [0, 2, 3], [0, 1, 2, 3]),
+        ({"top_p": 1e-9}, [0], [0]),
+        ({"min_p": 0.4}, [0, 2], [0, 1, 2, 3, 4]),
+        ({"min_p": 0.0}, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
+        ({"top_k": 3, "top_p": 0.6}, [0, 2], [0, 1]),
+    ],
+)
+def test_filters_keep_what_they_define(fields, first, second):
+    assert kept(**fields) == [first, second]
+
+
+def test_draws_follow_the_probabilities():
+    n = 20_000
+    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=1.0).sampler(), LOGITS[:1], k[None])[0])
+    got = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), n))), minlength=5) / n
+    np.testing.assert_allclose(got, P[0], atol=5 * np.sqrt(0.25 / n))
+
+
+def test_temperature_divides_the_logits():
+    n = 20_000
+    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=2.0).sampler(), LOGITS[:1], k[None])[0])
+    got = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(1), n))), minlength=5) / n
+    np.testing.assert_allclose(got, np.sqrt(P[0]) / np.sqrt(P[0]).sum(), atol=5 * np.sqrt(0.25 / n))
+
+
+def test_a_rows_draw_does_not_depend_on_its_neighbours():
+    s = SamplingParams(temperature=1.0, top_p=0.9).sampler()
+    keys = sequence_keys(jax.random.key(3), 2)
+    assert sample(s, LOGITS, keys)[0] == sample(s, LOGITS[:1], sequence_keys(jax.random.key(3), 1))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"temperature": -1.0}, "temperature must be a number from 1e-30 to 1e\\+30, got -1.0; 0 is greedy"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be an integer from 1"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be a number from"),
+        ({"temperature": 1.0, "min_p": 1.5}, "min_p must be a number from 0 to 1"),
+        ({"temperature": 1e-40}, "temperature must be a number"),  # logits over it would be infinite
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"temperature": 1.0, "top_k": 1.5}, "top_k must be an integer"),
+        ({"temperature": 1.0, "top_k": 2**31}, "top_k must be an integer"),
+        ({"temperature": 1.0, "top_p": 1e-40}, "top_p must be a number"),  # float32 has no such share
+        ({"top_k": 5}, "need temperature > 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields, says):
+    with pytest.raises(KvjaxError, match=says):
+        SamplingParams(**fields).sampler()
+
+
+def test_params_are_plain_and_hash():
+    """They may be static in a compiled program, whatever kind of number they were given as."""
+    params = kvjax.SamplingParams(jnp.float32(0.5), np.int64(3), np.float32(0.75), jnp.float32(0.25), np.uint8(7))
+    assert params == kvjax.SamplingParams(0.5, 3, 0.75, 0.25, 7) and hash(params) == hash((0.5, 3, 0.75, 0.25, 7))
+    assert {type(x) for x in dataclasses.astuple(params)} == {int, float}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1
+
+
+def test_a_seed_is_checked_where_it_is_written():
+    with pytest.raises(KvjaxError, match="seed must be an integer from 0"):
+        kvjax.SamplingParams(seed=-1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return dataclasses.replace(
+        toy_model(layers=1, vocab_size=vocab.SIZE),
+        tokenizer=Tokenizer(vocab.tokenizer()),
+        chat_template=ChatTemplate(CHATML),
+    )
+
+
+def every_call(model):
+    """Each call that draws tokens, with what it made of keywords."""
+    context = kvjax.read(model, ["a b", "c"], "full", room=16)
+    more = {"max_new_tokens": 4, "eos_ids": ()}
+    draft = {"draft": "full", "ahead": 1}
+    return {
+        "generate": lambda **kw: kvjax.generate(model, ["a b", "c"], "full", **more, **kw).tokens,
+        "stream": lambda **kw: list(kvjax.stream(model, ["a b", "c"], "full", **more, **kw)),
+        "stream_text": lambda **kw: "".join(kvjax.stream_text(model, "a b", "full", **more, **kw)),
+        "generate of a context": lambda **kw: context.generate(**more, **kw).tokens,
+        "stream of a context": lambda **kw: list(context.stream(**more, **kw)),
+        "chat": lambda **kw: kvjax.chat(model, [{"role": "user", "content": "a"}], **more, **kw).tokens,
+        "start": lambda **kw: context.start(**more, **kw).finish(4).tokens,
+        "ask": lambda **kw: context.ask(["b", "a"], **more, **kw).tokens,
+        "speculate": lambda **kw: kvjax.speculative.speculate(model, ["a b", "c"], **draft, **more, **kw).tokens,
+    }
+
+
+def test_all_calls_take_params_or_their_fields_and_not_both(model):
+    fields = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
+    params = kvjax.SamplingParams(**fields)
+    for name, call in every_call(model).items():
+        drawn = call(sampling=params)
+        assert drawn == call(**fields) != call(), name
+        says = "sampling and temperature, seed are both given.*replace\\(sampling, temperature=0.0, seed=1\\)"
+        with pytest.raises(KvjaxError, match=says):
+            call(sampling=params, temperature=0.0, seed=1)
+        with pytest.raises(KvjaxError, match="sampling is a value such as kvjax.SamplingParams"):
+            call(sampling={"temperature": 1.0})

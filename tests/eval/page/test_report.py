@@ -1,0 +1,221 @@
+"""The page: one file that loads nothing, its structure and numbers, and sorting in a browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import paired, report
+from tests.eval import fake_run
+from tests.helpers import browser
+
+VOID = {"meta", "input", "br", "wbr", "img", "link", "hr"}
+METHODS = ["full", "offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256"]
+
+
+class Page(HTMLParser):
+    """Elements as (tag, attributes), the words of each cell, and whether all is closed in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.cells: list[tuple[str, dict, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag in ("td", "th"):
+            self.cells.append((tag, dict(attributes), ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            tag, attributes, text = self.cells[-1]
+            self.cells[-1] = tag, attributes, text + data.strip()
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    run = {"methods": METHODS, "tasks": ["niah", "turns.recall", "ppl"], "lengths": [512, 1024], "cases": 10}
+    return report.write(fake_run.write(tmp_path_factory.mktemp("run"), **run))
+
+
+@pytest.fixture(scope="module")
+def text(path):
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return Page(text)
+
+
+def test_nothing_is_loaded(text, page):
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
+    assert not re.findall(r"@import|url\((?!#)|fetch\(|XMLHttpRequest", text)
+    assert not any(a.get("src") or a.get("srcset") for _, a in page.elements)
+    assert not page.all("link") and not page.all("img") and not page.all("iframe")
+    assert all((a.get("href") or "#").startswith("#") for _, a in page.elements)
+
+
+def test_structure_of_the_tables(page):
+    assert len(page.all("table")) == len(page.all("caption")) == 2
+    scopes = [a.get("scope") for a in page.all("th")]
+    columns = 1 + 4 + 5  # method; niah, turns, bits, as full; of full, device, host, prefill, tokens/s
+    assert scopes.count("col") == 2 * columns and scopes.count("row") == 2 * len(METHODS)
+    assert len(page.all("td")) == 2 * len(METHODS) * (columns - 1)
+    assert {a["data-first"] for a in page.all("button")} == {"1", "-1"}
+    hidden = [("hidden" in a, a["data-length"]) for a in page.all("div") if a.get("class") == "scroll"]
+    assert hidden == [(True, "512"), (False, "1024")]
+
+
+def test_every_column_has_a_unit(page):
+    heads = [words for tag, a, words in page.cells if tag == "th" and a.get("scope") == "col"]
+    units = ("0 to 100", "bits/byte", "% as full", "%", "KiB", "seconds", "tokens/s")
+    assert all(words.split("▾")[-1] in units for words in heads if not words.startswith("method"))
+    assert "prefill▾seconds" in heads and "of full▾%" in heads and "host▾KiB" in heads
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page):
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    named = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
+    links = [a["href"][1:] for _, a in page.elements if (a.get("href") or "").startswith("#")]
+    assert set(named + links) <= set(ids)
+    plots = [a for a in page.all("svg") if a.get("class") == "plot"]
+    assert plots and all(a["role"] == "img" and a["aria-labelledby"] for a in plots)
+
+
+def test_readable_on_a_phone_and_in_the_dark(text, page):
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    assert "prefers-color-scheme: dark" in text and "position: sticky; left: 0" in text and page.all("html")[0]["lang"]
+
+
+def test_headline_is_computed(text):
+    flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+    assert "5 methods on 3 tasks, with contexts of 512 to 1,024 tokens: 60 contexts and 100 questions" in flat
+    assert "No task has 16 contexts of 1,024 tokens, and fewer cannot show" in flat and "Fewest bytes" not in flat
+
+
+def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
+    run = {"methods": METHODS, "tasks": ["niah", "ppl"], "lengths": [1024], "cases": 24}
+    text = report.write(fake_run.write(tmp_path, **run)).read_text(encoding="utf-8")
+    flat = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+    assert "shown to lose at most 5 points or 0.05 bits per byte against full at 1,024 tokens" in flat
+    assert "offload, 1.0% of the exact cache's bytes in bfloat16: niah, ppl" in flat
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "cases", "keeps_up"),
+    [
+        (-0.25, 0.25, 4, False),  # one of four contexts lost: nobody can say
+        (0.0, 0.0, 15, False),
+        (0.0, 0.0, 16, True),
+        (-0.01, 0.02, 64, True),
+        (-0.02, 0.02, 64, False),
+        (0.1, 0.08, 64, False),  # better by chance, and too uncertain
+        (0.0, None, 64, False),
+    ],
+)
+def test_who_keeps_up(mean, error, cases, keeps_up):
+    assert paired.keeps_up(paired.Difference(mean, error, 0.5 + mean, 0.5, cases)) == keeps_up
+
+
+def test_numbers_of_the_table(page):
+    rows = [c for c in page.cells if c[0] == "td" or c[1].get("scope") == "row"]
+    kivi = next(i for i, c in enumerate(rows) if c[2] == "kivi:bits=1")
+    percent, device = rows[kivi + 5 : kivi + 7]
+    # A row's percentages have three digits after the point.
+    assert float(percent[1]["data-v"]) == round(100 * 0.27 / 2.08, 3) and percent[2] == "13.0"
+    assert float(device[1]["data-v"]) == pytest.approx(138, abs=1) and device[2] == "138"
+
+
+def test_what_the_run_says_is_escaped(text):
+    assert "a &lt;fast&gt; one" in text and "a <fast> one" not in text
+
+
+def test_orders_are_listed(text):
+    assert "SpeCache is better than KIVI at 1 bit" in text and "It needs <code>" in text and "by task" in text
+
+
+SHOWN = ".scroll:not([hidden])"  # of the tables, one for each length
+METHODS_SHOWN = f"[...document.querySelectorAll('{SHOWN} tbody tr')].map((row) => row.cells[0].innerText.trim())"
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium; `make` brings one where npm is")
+def test_headings_sort_and_lengths_switch_in_a_browser(path, tmp_path):
+    by_bytes = ["offload", "kivi:bits=1", "specache:bits=1", "snapkv:budget=256", "full"]
+    with browser.Browser(tmp_path) as tab:
+        tab.open(path, width=500)
+
+        def sorted_by(column: int) -> list[str]:
+            tab.ask(f"document.querySelectorAll('{SHOWN} thead button')[{column}].click()")
+            return tab.ask(METHODS_SHOWN)
+
+        assert tab.ask(METHODS_SHOWN) == METHODS
+        assert sorted_by(5) == by_bytes and sorted_by(5) == by_bytes[::-1]
+        assert tab.ask(f"document.querySelectorAll('{SHOWN} thead th')[5].getAttribute('aria-sort')") == "descending"
+        assert sorted_by(0) == METHODS
+        tab.ask("document.querySelector('input[value=\"512\"]').click()")
+        lengths = (
+            "[...document.querySelectorAll('[data-length]')].filter((e) => !e.hidden).map((e) => e.dataset.length)"
+        )
+        assert set(tab.ask(lengths)) == {"512"}
+        assert tab.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert tab.complaints() == []
+
+
+def records(directory, *lines):
+    (directory / "records.jsonl").write_bytes("\n".join(lines).encode())
+    return directory
+
+
+GOOD = json.dumps(fake_run.speed("full", 512))
+
+
+def test_no_records_say_what_writes_them(tmp_path):
+    with pytest.raises(KvjaxError, match="has no records.jsonl; .*kvjax eval --out"):
+        report.write(tmp_path)
+    with pytest.raises(KvjaxError, match="holds no records"):
+        report.read(records(tmp_path, '{"meth'))
+
+
+def test_a_torn_last_line_is_left_out_and_others_are_named(tmp_path):
+    assert len(report.read(records(tmp_path, GOOD, '{"method": "ka'))) == 1
+    with pytest.raises(KvjaxError, match="line 2 of .* is no JSON"):
+        report.read(records(tmp_path, GOOD, '{"method": "ka', GOOD, ""))
+    with pytest.raises(KvjaxError, match="line 1 of .* has no 'task'"):
+        report.read(records(tmp_path, '{"method": "full"}', GOOD))
+    with pytest.raises(KvjaxError, match="line 1 of .* is list"):
+        report.read(records(tmp_path, "[]", GOOD))
+
+
+def test_without_run_json_and_with_unknown_fields(tmp_path):
+    more = fake_run.record("full", "ppl", 512, 0, fake_run.np.random.default_rng(0)) | {"unheard_of": [1]}
+    text = report.write(records(tmp_path, GOOD, json.dumps(more), "")).read_text(encoding="utf-8")
+    assert "The directory has no run.json" in text
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(KvjaxError, match="run.json is damaged"):
+        report.write(tmp_path)
+
+
+def test_tasks_without_a_length_of_their_own():
+    lines = [r | {"about": {}} for r in fake_run.records(["full", "offload"], ["ruler.vt", "ruler.fwe"], [512], 3)]
+    page = Page(report.render(report.summary.latest(lines), {}))
+    assert len(page.all("table")) == 1 and not page.all("input")

@@ -1,0 +1,169 @@
+"""What a damaged disk or another hand leaves of a run: every damaged line is named, and good records are kept."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import report, safe_write
+from kvjax.eval.run import command, store
+from kvjax.eval.tasks import local
+from tests.eval import fake_run
+from tests.eval.run.test_store import RUN, record, write
+
+DEEP = "[" * 100_000 + "]" * 100_000
+SPEED = fake_run.speed("full", 512)
+
+
+def line_error(directory, line) -> str:
+    """What reading says of a directory whose second line is this one."""
+    (directory / store.RECORDS).write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2)), ""]))
+    with pytest.raises(KvjaxError) as e:
+        report.read(directory)
+    with pytest.raises(KvjaxError, match="line 2 of "), store.opened(directory, RUN, rebuild=True):
+        pass
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"scores": ["1"]}, "['1'] as 'scores', which must be numbers from 0 to 1"),
+        ({"scores": [1e9]}, "as 'scores'"),
+        ({"scores": [-0.1]}, "as 'scores'"),
+        ({"scores": [float("nan")]}, "as 'scores'"),
+        ({"scores": [float("inf")]}, "as 'scores'"),
+        ({"scores": 1}, "1 as 'scores', which must be a list"),
+        ({"bytes": None}, "None as 'bytes', which must be a dict"),
+        ({"method": ["full"]}, "as 'method', which must be a str"),
+        ({"key": None}, "as 'key', which must be a str"),
+    ],
+)
+def test_a_damaged_record_is_named_with_its_line_and_the_remedy(tmp_path, changes, says):
+    said = line_error(tmp_path, json.dumps(record(1) | changes))
+    assert "line 2 of " in said and says in said and "delete that line, and `kvjax eval` does its case again" in said
+
+
+@pytest.mark.parametrize("name", ["method", "task", "key", "scores", "bytes"])
+def test_a_record_that_lacks_something_is_named(tmp_path, name):
+    assert f"has no '{name}'" in line_error(tmp_path, json.dumps({k: v for k, v in record(1).items() if k != name}))
+
+
+def test_deeply_nested_json_is_named(tmp_path):
+    assert "line 2 of" in line_error(tmp_path, DEEP)
+    (tmp_path / store.RUN).write_text(DEEP)
+    with pytest.raises(KvjaxError, match="run.json is damaged"):
+        store.read_run(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
+    with pytest.raises(KvjaxError, match="rows.jsonl, line 2 is not JSON .*copy the file again"):
+        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+
+
+def test_bad_bytes_in_local_rows_are_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(KvjaxError, match="rows.jsonl, line 1 is not JSON .*utf-8"):
+        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+    packed = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
+    for damaged in (packed[:-9], b"no gzip"):
+        (tmp_path / "rows.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(KvjaxError, match="rows.jsonl.gz is damaged .*copy it again"):
+            list(local.lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
+
+
+def test_what_a_run_writes_can_be_read_again(tmp_path):
+    lines = [*fake_run.records(["full", "offload"], ["niah", "ppl", "turns.recall"], [512], 2)]
+    write(tmp_path, *lines)
+    assert store.read(tmp_path) == lines
+    with pytest.raises(KvjaxError, match="the record of full on niah/9 has .* as 'scores'.*mend the task"):
+        write(tmp_path, record(9, scores=[2.0]))
+    assert store.read(tmp_path) == lines
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"methods": 5}', '{"started": 5}', None])
+def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage, capsys):
+    write(tmp_path, record(0, about={"length": 4}), SPEED)
+    (tmp_path / store.RUN).unlink()
+    if damage is not None:
+        (tmp_path / store.RUN).write_text(damage)
+    with pytest.raises(KvjaxError, match=r"run\.json.*the records beside it are still good.* with --rebuild"):
+        write(tmp_path, record(1))
+    assert len(store.read(tmp_path)) == 2
+    with store.opened(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
+        assert len(s.records) == 2
+    run = store.read_run(tmp_path)
+    assert run["rebuilt"].startswith("run.json was damaged or missing at now and has been written anew; that the 2")
+    assert (run["methods"], run["tasks"], run["lengths"]) == (["full", "kivi"], ["niah"], [4, 512, 8])
+    write(tmp_path, record(1))
+    assert store.read_run(tmp_path)["rebuilt"] == run["rebuilt"] and len(store.read(tmp_path)) == 3
+    assert "has been written anew" in report.write(tmp_path).read_text(encoding="utf-8")
+
+
+def test_another_run_is_not_taken_over_by_rebuilding(tmp_path):
+    write(tmp_path, record(0))
+    with pytest.raises(KvjaxError, match="seed was 0 and is now 1"), store.opened(tmp_path, RUN | {"seed": 1}, True):
+        pass
+
+
+def test_the_report_says_what_to_do_without_run_json(tmp_path, capsys):
+    write(tmp_path, record(0, about={"length": 4}))
+    (tmp_path / store.RUN).unlink()
+    command.render(tmp_path)
+    assert "has records but no run.json" in (said := capsys.readouterr().err) and "--rebuild" in said
+    (tmp_path / store.RUN).write_text("{")
+    with pytest.raises(KvjaxError, match="run.json is damaged .*--rebuild"):
+        command.render(tmp_path)
+
+
+def test_places_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError), store.opened(tmp_path / "file" / "out", RUN):
+        pass
+    write(tmp_path, record(0))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, record(1))
+    assert store.read_run(tmp_path) == RUN and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["file", store.LOCK, store.RECORDS, store.RUN]
+    )
+    write(tmp_path, record(1))
+    assert store.read(tmp_path)[0] == record(0)
+
+
+def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path, monkeypatch):
+    directory = fake_run.write(tmp_path, methods=["full"], tasks=["niah"], lengths=[512], cases=1)
+    before = report.write(directory).read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(KvjaxError, match=r"cannot write .*report\.html \(No space left on device\)"):
+        report.write(directory)
+    assert (directory / report.PAGE).read_bytes() == before and not list(directory.glob("*.partial"))
+
+
+def test_a_page_goes_through_links_and_pipes(tmp_path):
+    (tmp_path / "target").write_text("before")
+    (tmp_path / "link").symlink_to("target")
+    safe_write.write(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
+    assert safe_write.write(Path(os.devnull), "gone").is_char_device()
+
+
+def test_a_negative_seed_is_refused_before_anything_runs():
+    more = {"lengths": "8", "text": None, "data": None, "chat": None}
+    given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
+    with pytest.raises(KvjaxError, match="--seed must be at least 0, got -1"):
+        command.specification(given)

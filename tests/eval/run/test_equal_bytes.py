@@ -1,0 +1,76 @@
+"""Sizes that take a share of the full cache's bytes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kvjax import planned_bytes
+from kvjax.errors import KvjaxError
+from kvjax.eval.run import command, equal_bytes
+from kvjax.methods.strings import format_methods, parse, parse_parts
+from kvjax.testing import toy_model
+
+CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
+FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).held["device"]
+
+
+def fit(method: str, share: str) -> equal_bytes.Fitted:
+    return equal_bytes.fitted([method], [Fraction(share)], CONFIG, PROMPT)[0]
+
+
+@pytest.mark.parametrize(
+    "method", ["keydiff", "h2o", "snapkv:window=8 + kvcrush", "keynorm + int8", "snapkv:window=8 + adakv:page=4"]
+)
+@pytest.mark.parametrize("share", ["1/4", "1/6"])
+def test_one_token_more_would_not_fit(method, share):
+    found = fit(method, share)
+    held = planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).held["device"]
+    assert found.bytes == held <= FULL * Fraction(share)
+    first, *others = parse_parts(found.method)
+    sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
+    more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
+    assert planned_bytes(format_methods([more, *others]), CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(
+        share
+    )
+
+
+def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():
+    assert fit("kivi:group=8,residual=8", "1/2").method == "kivi:group=8,residual=8,bits=2"
+    assert fit("quest:page=32,device_layers=0 + kivi:group=8,residual=8", "1/2").method.startswith(
+        "quest:page=32,device_layers=0 + kivi"
+    )
+
+
+def test_a_method_of_one_size_is_taken_where_it_fits_and_nothing_where_nothing_does():
+    assert fit("int4", "1/2").method == "int4"
+    assert fit("int4", "1/16").method == "" and fit("quest:device_layers=0", "1/2").method == ""
+    assert fit("full", "1").method == "full"
+
+
+def test_strings_are_taken_apart_and_joined():
+    text = "snapkv:budget=5,pool=avg + offload"
+    assert format_methods(parse_parts(text)) == text and parse(text) == parse(format_methods(parse_parts(text)))
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "3/2", "half", "1/0", "-1/2", "1e-9999999999", "1e9999999999", "1/" + "9" * 5000]
+)
+def test_what_is_no_share_is_an_error(text):
+    with pytest.raises(KvjaxError, match="such as 1/4, got"):
+        equal_bytes.shares_of(text)
+
+
+def test_shares_may_be_written_as_any_fraction():
+    assert equal_bytes.shares_of("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
+
+
+def test_the_command_says_what_fits_nowhere(capsys):
+    model = toy_model(layers=1, head_dim=32)
+    methods = command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
+    assert methods[0] == "full" and methods[1].startswith("keydiff:budget=") and len(methods) == 2
+    assert (
+        "quest:device_layers=0 takes more than 1/2 of the bytes of full in bfloat16: left out"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,227 @@
+"""`kvjax eval` as a user meets it, killed and started again too, on a toy checkpoint with tasks of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import cli
+from kvjax.eval.run import command, harness, store
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.case import Ask, Case
+from kvjax.models import checkpoint
+from kvjax.testbed import vocab
+from kvjax.testing import toy_model
+
+ROOT = Path(__file__).parents[3]
+METHODS = "full; snapkv:budget=16,window=4"
+TIMES = ("prefill_seconds", "tokens_per_second")
+
+
+def draw(*names):
+    return np.random.default_rng([len(n) if isinstance(n, str) else n for n in names])
+
+
+def asking(model, spec):
+    """Questions that are asked of contexts."""
+    for n in spec.lengths:
+        for i in range(spec.contexts):
+            rng = draw("asking", spec.seed, n, i)
+            asks = tuple(
+                Ask(rng.integers(32, 127, 3), "contains_any", ("a", "e"), 4, about={"depth": d}) for d in (0.0, 1.0)
+            )
+            yield Case("asking", f"asking/{n}/{i}", rng.integers(32, 127, n - i), asks, about={"length": n})
+
+
+def text(model, spec):
+    """Text that follows contexts."""
+    for n in spec.lengths:
+        for i in range(spec.contexts):
+            row = draw("text", spec.seed, n, i).integers(32, 127, n + 5)
+            yield Case("text", f"text/{n}/{i}", row[:n], follows=row[n:], bytes=5, about={"length": n})
+
+
+def stub(wait=0.0):
+    """Two tasks in the place of all, and so small that a program is compiled once; `wait` seconds after each batch."""
+    suite.makers = lambda: {"asking": asking, "text": text}
+    harness.SPEED_TOKENS, harness.SPEED_RUNS = 4, 1
+    append = store.Store.append
+
+    def slowly(self, records):
+        append(self, records)
+        time.sleep(wait)
+
+    store.Store.append = slowly
+
+
+def child(argv, wait):
+    """The command in a process of its own, which shares the compiled programs of the tests."""
+    jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    cli.use_compilation_cache = lambda: None
+    command.summarise = tables
+    stub(wait)
+    sys.exit(cli.main(argv))
+
+
+def tables(out):
+    """Only the CSV file of the summary, which is what a killed run must not change."""
+    from kvjax.eval.page import summary
+
+    summary.write_csv(summary.rows(store.read(out)), out / command.CSV)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    toy = toy_model(layers=1, vocab_size=vocab.SIZE)
+    checkpoint.save(folder / "m", toy.config, toy.params, extra_files=vocab.tokenizer_files())
+    return str(folder / "m")
+
+
+@pytest.fixture
+def toy(monkeypatch, model):
+    """The arguments of a small run in this process."""
+    monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
+    for where, name in ((suite, "makers"), (harness, "SPEED_TOKENS"), (harness, "SPEED_RUNS"), (store.Store, "append")):
+        monkeypatch.setattr(where, name, getattr(where, name))
+    stub()
+    return ["eval", "--model", model, "--tasks", "asking,text", "--contexts", "3", "--batch", "3", "--lengths", "40"]
+
+
+def start(model, out, wait):
+    argv = ["eval", "--model", model, "--methods", METHODS, "--tasks", "asking,text", "--lengths", "40,44"]
+    argv += ["--contexts", "6", "--batch", "2", "--out", str(out)]
+    code = f"from tests.eval.run.test_eval_cli import child; child({argv!r}, {wait})"
+    env = os.environ | {"KVJAX_CACHE": jax.config.jax_compilation_cache_dir, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    error = process.communicate()[1]
+    assert process.returncode == 0, error
+
+
+def found(out):
+    """The records without their times, sorted, and the summary without its times."""
+    records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
+    with (out / command.CSV).open() as f:
+        rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
+    return sorted(records, key=store.key), rows
+
+
+def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path, model):
+    unbroken = start(model, tmp_path / "whole", 0)
+    out, rng, kills = tmp_path / "broken", np.random.default_rng(), 0
+    out.mkdir()
+    path, seen = out / store.RECORDS, 0
+    while kills < 3:
+        process, goal = start(model, out, 0.1), seen + rng.integers(1, 6)
+        while process.poll() is None and (path.read_bytes().count(b"\n") if path.exists() else 0) < goal:
+            time.sleep(0.01)
+        time.sleep(rng.random() / 5)
+        assert process.poll() is None, process.communicate()[1]
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills, seen = kills + 1, path.read_bytes().count(b"\n")
+        with path.open("ab") as f:  # what a kill in the middle of a write leaves
+            f.write(b'{"method": "full", "ta')
+    for process in (start(model, out, 0), unbroken):
+        finish(process)
+    assert found(out) == found(tmp_path / "whole")
+    assert len(store.read(out)) == 2 * 2 * (6 + 6 + 1) and len(store.read_run(out)["resumed"]) == 3
+
+
+def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
+    args = [*toy, "--out", str(tmp_path), "--no-speed"]
+    assert cli.main([*args, "--methods", "full"]) == 0
+    assert "full" in capsys.readouterr().out
+    assert {"records.jsonl", "run.json", "summary.csv", "report.html"} <= {p.name for p in tmp_path.iterdir()}
+    before = (tmp_path / store.RECORDS).read_bytes()
+    assert cli.main([*args, "--methods", METHODS]) == 0
+    assert (tmp_path / store.RECORDS).read_bytes().startswith(before)
+    run = store.read_run(tmp_path)
+    assert run["methods"] == ["full", "snapkv:budget=16,window=4"] and run["tasks"] == ["asking", "text"]
+    assert run["digest"] == store.digest(toy[2]) and (run["lengths"], run["seen"]) == ([40], False)
+    assert len(store.read(tmp_path)) == 2 * (3 + 3)
+    (tmp_path / "report.html").unlink()
+    assert cli.main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--seed", "1"], "seed was 0 and is now 1"),
+        (["--batch", "2"], "batch was 3 and is now 2"),
+        (["--seen"], "seen was False and is now True"),
+        (["--dtype", "bfloat16"], "dtype was 'float32' and is now 'bfloat16'"),
+    ],
+)
+def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, says):
+    wanted = {"model": toy[2], "digest": store.digest(toy[2]), "dtype": "float32", "seed": 0, "batch": 3, "seen": False}
+    (tmp_path / store.RUN).write_text(json.dumps(wanted | {"device": jax.devices()[0].device_kind}))
+    assert cli.main([*toy, "--out", str(tmp_path), *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--methods", "full; kcach"], "did you mean 'kcache'?"),
+        (["--methods", ";"], "no method in ';'"),
+        (["--methods", "kvcrush"], "method 'kvcrush' cannot run on"),
+        (["--tasks", "askin"], "did you mean 'asking'?"),
+        (["--tasks", ","], "no task was named"),
+        (["--lengths", "12k"], "'12k', which is no number of tokens"),
+        (["--lengths", "9" * 5000], "which is no number of tokens"),
+        (["--lengths", ""], "--lengths names no length"),
+        (["--contexts", "0"], "--contexts must be at least 1, got 0"),
+        (["--text", "no-such-file"], "there is no file no-such-file"),
+        (["--data", "no-such-folder"], "there is no folder no-such-folder"),
+        (["--model", "no-such-model"], "there is no checkpoint directory"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_before_anything_runs(toy, tmp_path, capsys, args, says):
+    assert cli.main([*toy, "--out", str(tmp_path), *args]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("kvjax: ") and says in error and len(error.splitlines()) == 1
+    assert not (tmp_path / store.RUN).exists()
+
+
+def test_contexts_beyond_the_models_positions_are_warned_of(toy, tmp_path, capsys):
+    assert cli.main([*toy, "--out", str(tmp_path), "--lengths", "5000", "--methods", "kvcrush"]) == 2
+    assert "5000 tokens are beyond the 4096 positions" in capsys.readouterr().err
+
+
+def test_the_list_of_tasks(toy, capsys):
+    assert cli.main(["eval", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "asking  Questions that are asked of contexts.",
+        "text    Text that follows contexts.",
+    ]
+
+
+def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("plots", "report", "panels"):
+        monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
+        monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
+    measured = []
+    compare = command.compare
+    monkeypatch.setattr(
+        command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
+    )
+    assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
+    assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
+    assert (tmp_path / command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
+    assert "plots need matplotlib" in capsys.readouterr().err

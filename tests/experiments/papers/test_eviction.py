@@ -1,0 +1,300 @@
+"""The scripts on eviction in miniature: what is asked, compared and printed, not how good it is."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.bench import shapes
+from experiments.papers import (
+    eviction,
+    eviction_curves,
+    eviction_tables,
+    kvcrush_figure5,
+    kvcrush_figure6,
+    kvcrush_figure7,
+    kvcrush_figure8,
+    kvcrush_table2,
+    kvcrush_table3,
+    specache_table2,
+    streaming,
+)
+from kvjax import KvjaxError
+from kvjax.methods.strings import split_methods
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testbed import tasks, vocab
+from kvjax.testbed.vocab import ASK, PAIR
+from kvjax.testing import toy_model
+
+# Rows and tokens are such that text and questions share their compiled programs.
+QUICK = "--length 96 --contexts 2 --batch 4 --windows 4 --tokens 8 --tasks variables"
+
+
+@pytest.fixture(scope="module")
+def toy() -> kvjax.Model:
+    """A random model with the shipped model's vocabulary."""
+    model = toy_model(vocab_size=vocab.SIZE, layers=2)
+    return kvjax.Model(model.config, model.params, Tokenizer(vocab.tokenizer()), name="toy")
+
+
+@pytest.fixture
+def load_toy(monkeypatch, toy):
+    monkeypatch.setattr(kvjax, "load", lambda *a, **k: toy)
+
+
+def made(count: int = 2, length: int = 90) -> list[tasks.Instance]:
+    return [eviction.phrases(np.random.default_rng(i), length, pairs=4, span=3, questions=3) for i in range(count)]
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
+
+
+def test_phrases_are_found_by_reading_the_context():
+    instance = eviction.phrases(np.random.default_rng(0), 90, pairs=8, span=3, questions=8)
+    context = instance.context.tolist()
+    assert len(context) == 90 and context.count(PAIR) == 8
+    for q in instance.questions:
+        mark, key = q.prompt
+        at = [i for i in range(90) if context[i : i + 2] == [PAIR, key]]
+        assert mark == ASK and len(at) == 1 and at[0] == round(q.depth * 90)
+        assert context[at[0] + 2 : at[0] + 5] == q.answer.tolist()
+    assert len({q.prompt[1] for q in instance.questions}) == 8
+    with pytest.raises(KvjaxError, match="8 facts take 40 tokens, the context has 39"):
+        eviction.phrases(np.random.default_rng(0), 39, pairs=8, span=3)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "full",
+        "snapkv:budget=24,window=8 + kvcrush",
+        "pyramidkv:budget=24",
+        "accumulated:budget=24",
+        "h2o:heavy=8,recent=8",
+        "infllm:block=4,sinks=4,local=16,topk=2,chunk=8",
+        "kivi:bits=2,group=8,residual=8",
+    ],
+)
+def test_compressing_exact_prompts_gives_what_prefill_gives(toy, method):
+    prompts = [i.context[:n] for i, n in zip(made(), (90, 71), strict=True)]
+    compressed = eviction.Prompts(toy, prompts, 10).under(method)
+    expected, there = kvjax.prefill(toy, prompts, method, capacity=compressed.cache.capacity)
+    np.testing.assert_allclose(compressed.last, expected, atol=1e-4)
+    state = compressed.cache
+    for a, b in zip(kvjax.kept_positions(state), kvjax.kept_positions(there), strict=True):
+        for x, y in zip((h for row in a for h in row), (h for row in b for h in row), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert jax.tree.structure(state) == jax.tree.structure(there)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(there), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+    following = [[5, 6, 7], [8, 9, 10]]
+    a, b = (kvjax.extend(toy, following, cache)[0] for cache in (state, there))
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def dense(model, context, *more) -> np.ndarray:
+    """Log-probabilities of each next token, one exact pass over everything that was said."""
+    ids = np.concatenate([context, *more])[None]
+    return np.asarray(jax.nn.log_softmax(kvjax.logits(model, ids)[0], -1))
+
+
+def test_questions_are_asked_as_the_file_says(toy):
+    instances = made()
+    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
+    assert {when: o.nats.shape for when, o in found.items()} == {"unseen": (2, 3), "first": (2, 1), "later": (2, 2)}
+    for row, instance in enumerate(instances):
+        first = instance.questions[0]
+        for i, q in enumerate(instance.questions):
+            cases = [("unseen", i, [])]
+            cases.append(("first", 0, []) if i == 0 else ("later", i - 1, [first.prompt, first.answer]))
+            for when, column, before in cases:
+                said = [instance.context, *before, q.prompt, q.answer]
+                logp = dense(toy, *said)[-len(q.answer) - 1 : -1]
+                nats = -logp[np.arange(len(q.answer)), q.answer].mean()
+                np.testing.assert_allclose(found[when].nats[row, column], nats, atol=1e-4)
+                assert found[when].right[row, column] == float((logp.argmax(-1) == q.answer).all())
+
+
+def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
+    instances = [tasks.recall(np.random.default_rng(i), 90, pairs=4, questions=3) for i in range(2)]
+    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
+    assert sorted(found) == ["later", "unseen"]
+
+
+def test_only_tokens_of_answers_are_guessed():
+    """For the row asked without warning, and for the one whose first answer stands before the question."""
+    asked = types.SimpleNamespace(instances=made(1))
+    rows = eviction.Asked._rows(asked, 1, 1)
+    first, second = asked.instances[0].questions[:2]
+    assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
+    assert eviction.Asked._decoded(asked, 1, 1) == [[False] * 2 + [True] * 3, [True] * 3 + [False] * 2 + [True] * 3]
+
+
+def test_text_is_continued_token_by_token(toy):
+    windows = np.random.default_rng(0).integers(0, 256, (2, 75), np.int32)
+    found, _ = eviction.Continued(toy, windows, 70).outcomes(kvjax.methods.full())
+    expected = [-dense(toy, w)[np.arange(69, 74), w[70:]] for w in windows]
+    np.testing.assert_allclose(found["text"].nats, expected, atol=1e-4)
+
+
+def outcome(right) -> eviction.Outcome:
+    return eviction.Outcome(np.array(right, np.float32), np.zeros((len(right), len(right[0])), np.float32))
+
+
+def test_scores_and_gains_are_per_context_and_paired():
+    found = eviction.Found()
+    found.outcomes = {
+        ("a", "t", "first"): outcome([[1, 1], [0, 1], [1, 1], [0, 0]]),
+        ("b", "t", "first"): outcome([[1, 0], [0, 0], [1, 1], [0, 0]]),
+        ("a", "u", "first"): outcome([[1], [0]]),
+        ("b", "u", "first"): outcome([[0], [0]]),
+    }
+    means = np.array([1, 0.5, 1, 0])
+    assert found.score("a", "first", task="t") == pytest.approx((means.mean(), means.std(ddof=1) / 2))
+    gains = np.array([0.5, 0.5, 0, 0])
+    assert found.gain("a", "b", "first", task="t") == pytest.approx((0.25, gains.std(ddof=1) / 2))
+    both = np.hypot(gains.std(ddof=1) / 2, np.array([1, 0]).std(ddof=1) / np.sqrt(2)) / 2
+    assert found.gain("a", "b", "first") == pytest.approx(((0.25 + 0.5) / 2, both))
+    assert np.isnan(found.score("a", "later")[0])
+    line = eviction_tables.Line("a", "a", "b")
+    assert eviction_tables.cell(found, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
+    assert eviction_tables.cell(found, line, "later") is None
+
+
+def test_what_the_later_questions_lose_is_beside_full():
+    found = eviction.Found()
+    rights = {"full": ([[1], [1]], [[1], [0]]), "m": ([[1], [1]], [[0], [0]])}
+    for method, pair in rights.items():
+        for when, right in zip(("first", "later"), pair, strict=True):
+            found.outcomes[method, "t", when] = outcome(right)
+    assert eviction_curves.drop(found, "m") == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "methods"),
+    [
+        (kvcrush_table2, "--page 4 --budget 48 --anchors mean", 4),
+        (kvcrush_figure5, "--budget 48 --shares 0.25 --bases accumulated", 2),
+        (kvcrush_figure7, "--budget 48 --units token --bases SnapKV", 3),
+        (kvcrush_figure8, "--page 4 --pages 8", 4),
+        (kvcrush_table3, "--budget 48 --bases SnapKV", 3),
+        (specache_table2, "--ratios 4 --block 2", 6),
+        (eviction_curves, "--budgets 48 --methods random", 3),
+    ],
+)
+def test_scripts_end_with_one_document(load_toy, tmp_path, capsys, script, options, methods):
+    script.main([*QUICK.split(), *options.split(), "--out", str(tmp_path)])
+    results = last_line(capsys)
+    assert len({o["method"] for o in results["outcomes"]}) == methods
+    assert {"first", "later", "unseen"} <= {o["when"] for o in results["outcomes"]}
+    assert all(0 <= o["right"] <= 1 and o["nats"] > 0 for o in results["outcomes"])
+    named = {o["method"] for o in results["outcomes"]}
+    assert all(line["method"] in named and line["base"] in {None, *named} for line in results["lines"])
+    for image in tmp_path.iterdir():
+        assert image.suffix == ".png" and image.stat().st_size > 1000
+
+
+def test_a_model_of_another_vocabulary_continues_text(monkeypatch, toy, tmp_path, capsys):
+    other = vocab.tokenizer()
+    other.add_tokens(["<more>"])
+    model = kvjax.Model(toy.config, toy.params, Tokenizer(other), name="other")
+    monkeypatch.setattr(kvjax, "load", lambda *a, **k: model)
+    path = tmp_path / "text.txt"
+    path.write_text("to be continued, " * 40)
+    kvcrush_table3.main([*QUICK.split(), "--budget", "48", "--bases", "SnapKV", "--text", str(path)])
+    assert {o["when"] for o in last_line(capsys)["outcomes"]} == {"text"}
+
+
+def test_latency_is_measured_for_each_model(load_toy, monkeypatch, toy, capsys):
+    monkeypatch.setitem(shapes.SHAPES, "toy", toy.config)
+    words = "--budget 48 --timed-length 64 --steps 3 --repeats 2 --shapes toy --no-accuracy"
+    kvcrush_figure6.main(words.split())
+    latency = last_line(capsys)["latency"]
+    assert [r["shape"] for r in latency] == ["testbed", "toy"]
+    seconds = [s for r in latency for part in ("seconds", "selection") for s in sum(r[part].values(), [])]
+    assert len(seconds) == 2 * 4 * (2 + 6) and all(s > 0 for s in seconds)
+    with pytest.raises(KvjaxError, match="unknown shape 'huge'; use small, 125m"):
+        kvcrush_figure6.main(["--shapes", "huge"])
+
+
+def test_overheads_are_of_pairs_and_of_what_is_added():
+    seconds = {"base": [1.0, 2.0, 1.0], "more": [1.5, 3.0, 1.1]}
+    selection = {"base": [0.1, 0.1, 0.2], "more": [0.2, 0.3, 0.3]}
+    o = kvcrush_figure6.overheads({"seconds": seconds, "selection": selection}, "base")
+    assert o["more"]["whole"] == pytest.approx(0.5) and o["more"]["added"] == pytest.approx(0.1)
+    assert o["base"]["whole"] == o["base"]["added"] == 0
+
+
+def test_pages_are_the_papers():
+    method = kvjax.parse(kvcrush_table2.paged(32))
+    select = method.select
+    assert (select.budget.tokens, select.sinks, select.recent, select.granularity.size) == (672, 32, 128, 32)
+
+
+def test_spending_of_the_baselines_is_the_benchmarks():
+    """longctx_bench at a quarter of 7,500 tokens."""
+    made = specache_table2.methods(7500, 4, 64, 128)
+    parts = {name: split_methods(method)[0].values for name, method in made.items() if split_methods(method)}
+    infllm, stream, h2o = parts["InfLLM"], parts["StreamLLM, prompt in full"], parts["H2O"]
+    assert (infllm["sinks"], infllm["topk"]) == (39, 4)
+    assert infllm["sinks"] + 128 * infllm["topk"] + infllm["local"] == 1875
+    assert stream["sinks"] + stream["recent"] == h2o["heavy"] + h2o["recent"] == 1875
+    streamed = made["StreamLLM"].decode
+    assert (streamed.sinks, streamed.recent) == (stream["sinks"], stream["recent"])
+
+
+def test_a_streamed_prompt_forgets_as_it_goes(toy):
+    method = specache_table2.streamed(kvjax.methods.streaming_llm(12, 4))
+    tokens = made()[0].context[:80]
+    last, state = kvjax.prefill(toy, [tokens], method, capacity=96)
+    whole = kvjax.methods.streaming_llm(12, 4)
+    _, start = kvjax.prefill(toy, [tokens[:1]], whole, capacity=96)
+    steps, there = kvjax.extend(toy, [tokens[1:]], start, whole)
+    np.testing.assert_allclose(last, steps[:, -1], atol=1e-4)
+    np.testing.assert_array_equal(kvjax.kept_positions(state)[0][0][0], kvjax.kept_positions(there)[0][0][0])
+    assert np.abs(last - kvjax.prefill(toy, [tokens], whole, capacity=96)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_streamed_losses_are_those_of_single_steps(toy, chunk):
+    tokens, method = made()[0].context[:40], kvjax.methods.streaming_llm(recent=12, sinks=4)
+    nats, sizes = streaming.stream(toy, method, tokens, 16, chunk)
+    last, state = kvjax.prefill(toy, [tokens[:16]], method, capacity=64)
+    expected = []
+    for t in range(16, 40):
+        expected.append(-float(jax.nn.log_softmax(last[0])[tokens[t]]))
+        logits, state = kvjax.extend(toy, [tokens[t : t + 1]], state, method)
+        last = logits[:, 0]
+    np.testing.assert_allclose(nats, expected, atol=1e-4)
+    assert sizes == {sum(kvjax.state_bytes(state).total.values())}
+
+
+def test_windows_computed_anew_see_what_they_say(toy):
+    tokens = made()[0].context[:45]
+    nats = streaming.recomputed(toy, tokens, 16, 2)
+    assert nats.shape == (29,)
+    for t in (16, 31, 32, 44):
+        start = t // 16 * 16 - 16
+        assert nats[t - 16] == pytest.approx(-dense(toy, tokens[start : t + 1])[-2, tokens[t]], abs=1e-4)
+
+
+def test_the_slope_of_a_line_is_its_own():
+    x = 0.25 + 3e-5 * (np.arange(1000) + 0.5)
+    assert streaming.slope(x, 10) == pytest.approx((3.0, 0.0), abs=1e-6)
+
+
+def test_streaming_reports_constant_bytes(load_toy, tmp_path, capsys):
+    words = f"--tokens 400 --recent 28 --sinks 4 --chunk 32 --full 200 --out {tmp_path}"
+    streaming.main(words.split())
+    results = last_line(capsys)
+    assert all(len(sizes) == 1 for sizes in results["bytes"].values())
+    assert list(results["nats"]) == ["streaming_llm", "no first tokens", "true positions", "full"]
+    assert len(results["slope"]["streaming_llm"]) == 2 and (tmp_path / "streaming.png").stat().st_size > 1000
+    with pytest.raises(KvjaxError, match="--tokens 50 is less than two caches of 32; use 64"):
+        streaming.main("--tokens 50 --recent 28 --sinks 4".split())

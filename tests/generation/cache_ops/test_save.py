@@ -1,0 +1,163 @@
+"""A saved context goes on as if it had never left memory, and is refused where it does not belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.core import memory
+from kvjax.generation.cache_ops import archive, save
+from kvjax.method_api import load_methods
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=2)
+RNG = np.random.default_rng(0)
+DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23)]
+QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5)]
+METHODS = (
+    "full",
+    "snapkv:budget=16,window=4 + kvcrush",
+    "kivi:bits=2,group=8,residual=8",
+    "kcache:n=8,device_layers=1",
+    "specache:group=8,residual=8,topk=8",
+    "h2o:heavy=8,recent=8",
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_answers_as_before(tmp_path, method):
+    context = kvjax.read(MODEL, DOCUMENTS, method, room=32)
+    again = kvjax.resume(MODEL, context.save(tmp_path / "context"))
+    assert jax.tree.structure(again.cache) == jax.tree.structure(context.cache)
+    for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype and memory.memory_kind(x) == memory.memory_kind(y)
+    assert again.bytes == context.bytes and again.method == context.method
+    answers = (c.ask(QUESTIONS, max_new_tokens=4).tokens for c in (context, again))
+    assert next(answers) == next(answers)
+    assert [p.name for p in tmp_path.iterdir()] == ["context"]
+
+
+def test_sixteen_bits_come_back_bit_by_bit(tmp_path):
+    half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
+    context = kvjax.read(half, DOCUMENTS, "offload", room=32).feed(QUESTIONS)
+    again = kvjax.resume(half, context.save(tmp_path / "context"))
+    for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(again.last, context.last)
+
+
+def test_another_model_or_method_is_refused(tmp_path):
+    path = kvjax.read(MODEL, DOCUMENTS, "snapkv:budget=16,window=4", room=32).save(tmp_path / "context")
+    with pytest.raises(KvjaxError, match="another configuration or dtype than random; load that model"):
+        kvjax.resume(toy_model(layers=3), path)
+    with pytest.raises(KvjaxError, match="other weights than random; load that model"):
+        kvjax.resume(toy_model(seed=1, layers=2), path)
+    with pytest.raises(KvjaxError, match="saved under snapkv:budget=16,window=4 and not under full"):
+        kvjax.resume(MODEL, path, "full")
+    assert kvjax.resume(MODEL, path, kvjax.methods.snapkv(budget=16, window=4)).rows == 2
+
+
+def test_a_method_without_a_string_has_to_be_passed(tmp_path):
+    own = dataclasses.replace(kvjax.methods.kcache(n=8), device_layers=2)
+    path = kvjax.read(MODEL, DOCUMENTS, own, room=32).save(tmp_path / "context")
+    with pytest.raises(KvjaxError, match=r"Method\(.*which no string makes; pass it as method="):
+        kvjax.resume(MODEL, path)
+    with pytest.raises(KvjaxError, match="and not under kcache:n=9"):
+        kvjax.resume(MODEL, path, "kcache:n=9")
+    assert kvjax.resume(MODEL, path, own).method == own
+
+
+OWN = """
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Scorer):
+    def scores(self, block, seen, spec):
+        return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
+
+
+@recipe("an idea of mine")
+def own(budget: int = 16) -> Method:
+    return Method(select=make_selection(Own(), budget))
+"""
+
+
+def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_catalogue):
+    file = tmp_path / "own_of_a_saved_context.py"
+    file.write_text(OWN.format(sign="+"))
+    load_methods(file)
+    path = kvjax.read(MODEL, DOCUMENTS, "own", room=32).save(tmp_path / "context")
+    assert kvjax.resume(MODEL, path).rows == len(DOCUMENTS)
+    file.write_text(OWN.format(sign="-"))
+    load_methods(file)
+    with pytest.raises(KvjaxError, match="when its code or values were others; read the documents again"):
+        kvjax.resume(MODEL, path)
+
+
+def test_what_is_no_saved_context_says_so(tmp_path):
+    path = kvjax.read(MODEL, DOCUMENTS, "full", room=32).save(tmp_path / "context")
+    whole = path.read_bytes()
+    for damaged in (b"", b"no archive", whole[: len(whole) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(KvjaxError, match=r"a damaged one \(not an archive of arrays\); save it again"):
+            kvjax.resume(MODEL, path)
+    for unreadable in (tmp_path / "none", tmp_path):
+        with pytest.raises(
+            KvjaxError, match=rf"cannot read {unreadable} \(.* directory\); give the path of a file that"
+        ):
+            kvjax.resume(MODEL, unreadable)
+
+
+def test_where_no_context_can_be_saved_the_given_path_is_named(tmp_path):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    for path in (tmp_path / "none" / "context", tmp_path):
+        with pytest.raises(KvjaxError, match=f"cannot write {path}"):
+            context.save(path)
+
+
+def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    context.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and kvjax.resume(MODEL, tmp_path / "target").rows == len(DOCUMENTS)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(KvjaxError, match="pipe, which is a device or pipe; give the path of a file"):
+        context.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_later_version_is_refused(tmp_path):
+    header = {"format": save.FORMAT.name, "version": save.FORMAT.version + 1}
+    with (tmp_path / "context").open("wb") as file:
+        np.savez(file, **{archive.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
+    with pytest.raises(KvjaxError, match="version 3, and this kvjax reads version 2 of 'kvjax-context'"):
+        kvjax.resume(MODEL, tmp_path / "context")
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=32)
+    path = context.save(tmp_path / "context")
+    before = path.read_bytes()
+
+    def fail(*arguments, **more):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(OSError, match="no space left"):
+        context.save(path)
+    assert path.read_bytes() == before

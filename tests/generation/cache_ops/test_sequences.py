@@ -1,0 +1,152 @@
+"""Caches as values: going back, branching and joining change nothing that comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax import IncompatibleMethod, KvjaxError
+from kvjax.core import memory
+from kvjax.models.sharding import param_shardings
+from kvjax.testing import toy_model
+
+MODEL = toy_model(layers=1, windows=(25,))
+OTHER = kvjax.random_model(MODEL.config, seed=5)
+RNG = np.random.default_rng(0)
+DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (40, 23, 1)]
+MORE = [RNG.integers(0, 97, n).tolist() for n in (9, 2, 5)]
+QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5, 4)]
+APPEND_ONLY = ("full", "int4 + offload", "quest:budget=12,page=4,device_layers=0")
+
+
+def same(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) -> None:
+    """Both answer the same, from the same tokens."""
+    for mine, yours in zip(a.kept_positions(), b.kept_positions(), strict=True):
+        for x, y in zip(mine, yours, strict=True):
+            np.testing.assert_array_equal(np.stack(x), np.stack(y))
+    assert a.bytes == b.bytes
+    np.testing.assert_allclose(a.feed(QUESTIONS).last, b.feed(QUESTIONS).last, atol=atol)
+
+
+@pytest.mark.parametrize("method", APPEND_ONLY)
+def test_cropping_takes_back_what_was_fed(method):
+    before = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
+    same(after, before)
+    kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
+    assert kinds[0] == kinds[1]
+
+
+def test_cropping_goes_back_into_the_prompt():
+    lengths = [30, 20, 1]
+    short = [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)]
+    whole = kvjax.read(MODEL, DOCUMENTS, "full", capacity=64).crop(lengths)
+    same(whole, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
+    nothing = whole.crop(0)
+    np.testing.assert_allclose(
+        nothing.feed(DOCUMENTS).last, kvjax.read(MODEL, DOCUMENTS, "full", capacity=64).last, atol=2e-5
+    )
+
+
+def test_groups_that_are_coded_stay_coded():
+    """Keys leave a residual of 8 tokens in groups, values one by one."""
+    before = kvjax.read(MODEL, [list(range(20))] * 2, "kivi:bits=2,group=8,residual=8", room=40)
+    fed = before.feed([[1, 2], [3, 4]])
+    with pytest.raises(IncompatibleMethod, match="row 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
+        fed.crop(20)
+    cropped, once = fed.crop(21), before.feed([[1], [3]])
+    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, once.feed(MORE[:2]).last, atol=1e-6)
+    assert cropped.crop([21, 21]).cache.length.tolist() == [21, 21]
+
+
+@pytest.mark.parametrize(
+    ("method", "slot"),
+    [
+        ("snapkv:budget=8,window=4", "`select`, Selection, has made its choice"),
+        ("h2o:heavy=8,recent=8", "`decode`"),
+        ("zipcache", "`side_store`"),
+        ("specache:group=8,residual=8,topk=8", "`read`, Speculative, keeps something of all tokens"),
+        ("int4 + quest:budget=12,page=4,device_layers=0", "`k`, Rows, holds keys inexactly"),
+    ],
+)
+def test_a_method_that_cannot_go_back_says_so(method, slot):
+    context = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    with pytest.raises(IncompatibleMethod, match=slot + ".*keep the (one|context) of before"):
+        context.crop(0)
+
+
+def test_after_a_crop_something_must_be_fed(tmp_path):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", room=40).crop(1)
+    for call in (context.generate, lambda: context.score(QUESTIONS)):
+        with pytest.raises(KvjaxError, match="known when something has been fed"):
+            call()
+    again = kvjax.resume(MODEL, context.save(tmp_path / "cropped"))
+    assert again.ask(QUESTIONS, max_new_tokens=3).tokens == context.ask(QUESTIONS, max_new_tokens=3).tokens
+    assert context.feed([[5], [6], [7]]).generate(max_new_tokens=2).decode_steps == 1
+
+
+@pytest.mark.parametrize("method", ["full", "kivi:bits=4,group=8,residual=8 + offload", "h2o:heavy=8,recent=8"])
+def test_branches_and_joined_rows_are_the_rows(method):
+    context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
+    branched = context.fork(2)
+    assert branched.rows == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
+    for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y)[[0, 0, 1, 1]])
+        assert memory.memory_kind(x) == memory.memory_kind(y) and x.dtype == y.dtype
+    np.testing.assert_array_equal(
+        kvjax.cache_ops.fork(context.cache, 2).length, kvjax.cache_ops.take(context.cache, [0, 0, 1, 1]).length
+    )
+    again = branched.take([0, 1]).join(branched.take([2]), branched.take([3]))
+    pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (again, branched)), strict=True)
+    for x, y in pairs:
+        np.testing.assert_array_equal(x, y)
+    asked = context.ask(QUESTIONS[:2], max_new_tokens=3).tokens
+    assert branched.ask([QUESTIONS[0], QUESTIONS[1]] * 2, max_new_tokens=3).tokens[::3] == asked
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.crop(41), "row 0 has 40 tokens and cannot be cropped to 41; give 0..40"),
+        (lambda c: c.crop([1, 2]), "lengths must be a whole number, or one for each of 3 rows"),
+        (lambda c: c.crop(0.5), "lengths must be a whole number"),
+        (lambda c: c.take([3]), "the cache has rows 0..2"),
+        (lambda c: c.take([]), "a list of one number or more"),
+        (lambda c: c.fork(0), "times must be an integer from 1 to 2147483647, got 0"),
+        (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
+        (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
+        (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
+        (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per row and cache 0"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    context = kvjax.read(MODEL, DOCUMENTS, "full", capacity=128)
+    with pytest.raises(KvjaxError, match=says):
+        call(context)
+
+
+def test_four_devices_do_what_one_does():
+    model = toy_model(layers=1, vocab_size=96)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    params = jax.device_put(model.params, param_shardings(model.config, mesh))
+    documents, more, last = [[5, 6, 7, 8, 9], [1, 2, 3]], [[10, 11], [12]], [[13], [14, 15]]
+
+    def changed(model: kvjax.Model) -> tuple[kvjax.Context, list[np.ndarray]]:
+        context = kvjax.read(model, documents, "offload", room=40)
+        back = context.feed(more).crop([5, 3])
+        four = back.fork(2).join(back)
+        edited = context.edit([1, 0], [2, 1], [[20, 21], []])
+        return four, [c.feed(last).last for c in (back, four.take([0, 2]), edited)]
+
+    one, (four, answers) = changed(model), changed(dataclasses.replace(model, params=params, mesh=mesh))
+    for mine, alone in zip(answers, one[1], strict=True):
+        np.testing.assert_allclose(mine, alone, atol=1e-5)
+    for x in jax.tree.leaves(four.cache.layers):
+        assert max(shard.data.size for shard in x.addressable_shards) < x.size
+    with pytest.raises(KvjaxError, match="axis B of size 1 does not divide over the 2 devices"):
+        four.take([0])

@@ -1,0 +1,98 @@
+"""Cache-Craft: its measures against NumPy, and reuse against reading the whole text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KvjaxError
+from kvjax.generation.reuse.cachecraft import Chunk, cut, overlap
+from kvjax.generation.reuse.chunk_layout import Span
+from kvjax.testing import toy_model
+from tests.oracles import cachecraft as oracle
+
+MODEL = toy_model(layers=2)
+RNG = np.random.default_rng(0)
+A, B, C, D = (tuple(RNG.integers(0, 97, n).tolist()) for n in (9, 14, 6, 11))
+QUESTION = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def chunks():
+    """Of two prompts: A B C and a question, D A."""
+    read = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION], [*D, *A]])
+    return cut(read, [[9, 14, 6], [11, 9]])
+
+
+def test_impact_is_the_formula(chunks):
+    read = chunks.read
+    mean = np.mean(
+        [
+            oracle.attention(np.asarray(p.q[0, :, :, :32]).reshape(4, 32, 8), np.asarray(p.k[0, :, :32]))
+            for p in read.prompts
+        ],
+        0,
+    )
+    for i in range(3):
+        assert chunks.chunks[i].impact == pytest.approx(oracle.impact(mean, [9, 14, 6], i), abs=1e-5)
+        assert chunks.chunks[i].tokens == (A, B, C)[i] and chunks.chunks[i].preceding == (A, B, C)[:i]
+    assert chunks.chunks[0].impact == 0.5  # nothing before it
+    np.testing.assert_allclose(chunks.chunks[2].attention_to_context, mean[23:29, :23].sum(1), atol=1e-5)
+    np.testing.assert_allclose(chunks.chunks[2].inter, [mean[23:29, :9].sum(), mean[23:29, 9:23].sum()], atol=1e-5)
+
+
+def test_overlap_by_hand():
+    """Of attention 1, 2, 5 to P, Q, R: with R and P in the other order 6 / 8, and their one pair has changed places."""
+    p, q, r = (1,), (2,), (3,)
+    chunk = Chunk(Span(0, 3, 4), (4,), (p, q, r), (1.0, 2.0, 5.0), 0.6, np.zeros(1))
+    assert overlap(chunk, [p, q, r]) == 1.0
+    assert overlap(chunk, [p, r]) == 6 / 8
+    assert overlap(chunk, [r, p]) == 0.0
+    assert overlap(chunk, [r, p, q]) == pytest.approx(1 - 2 / 3)
+    assert overlap(chunk, [(9,)]) == overlap(chunk, []) == 0.0
+
+
+def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
+    again = chunks.reuse([[0, 1, 2]], [QUESTION])
+    whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
+    np.testing.assert_allclose(again.last, whole.last, atol=1e-5)
+    assert chunks._recompute_mask([0, 1, 2], 1.0).sum() == 0
+
+
+def test_with_enough_tokens_it_is_the_whole_text(chunks):
+    """Chunk 4 is A, once behind D; alpha is so large that all is run again of what has nothing of its old before it."""
+    order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
+    mended = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
+    whole = kvjax.reuse.read_exactly(MODEL, texts)
+    np.testing.assert_allclose(mended.last, whole.last, atol=1e-5)
+    got, want = (e.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for e in (mended, whole))
+    assert got == want
+
+
+def test_more_tokens_come_nearer(chunks):
+    """Of the chunk in a new place those tokens are run that looked back most; what is not run stays as it was."""
+    whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
+    far, near = (
+        np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=a).last) - whole).max() for a in (0.0, 100.0)
+    )
+    assert near < 1e-5 < far
+    mask = chunks._recompute_mask([3, 1], 1.0)
+    chunk = chunks.chunks[1]
+    count = int(np.ceil(chunk.impact * 14))
+    np.testing.assert_array_equal(np.flatnonzero(mask[11:]), np.sort(np.argsort(-chunk.attention_to_context)[:count]))
+    assert mask[:11].sum() == 0  # D was first, and is again
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.reuse([[5]], [[1]]), "there are chunks 0..4, got 5"),
+        (lambda c: c.reuse([[0]], [[1]], alpha=-1.0), "alpha must be 0 or more, got -1.0"),
+        (lambda c: cut(c.read, [[1]]), "1 lists of lengths for 2 prompts"),
+        (lambda c: cut(c.read, [[40], [1]]), "prompt 0 of 32 tokens has no chunks of"),
+    ],
+)
+def test_bad_input_is_named(chunks, call, says):
+    with pytest.raises(KvjaxError, match=says):
+        call(chunks)

@@ -1,0 +1,176 @@
+"""Runs the code blocks of a document as a reader would: from top to bottom, in one namespace and one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import doctest
+import functools
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax import cli
+from kvjax.models.chat_template import ChatTemplate
+from kvjax.models.model import Model
+from kvjax.testing import toy_model
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```[ ]*$", re.M | re.S)
+MODULES = ("experiments", "kvjax", "checkpoints_convert", "tests")
+"""Packages of this repository whose modules documents run with `python -m`."""
+
+real_load = kvjax.load
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeBlock:
+    """A fenced block: its language, the file that its title names, its code, and the output printed directly below."""
+
+    language: str
+    file: str | None
+    code: str
+    output: str | None
+    line: int
+
+
+def code_blocks(page: str) -> list[CodeBlock]:
+    """The fenced blocks of a page, each with the ```text block directly below it as its output."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for i, match in enumerate(found):
+        language, info, code = match.groups()
+        below = found[i + 1] if i + 1 < len(found) else None
+        output = None
+        if below and below[1] == "text" and not text[match.end() : below.start()].strip():
+            output = below[3]
+        title = re.search(r'title="([^"]+)"', info)
+        line = text[: match.start()].count("\n") + 1
+        blocks.append(CodeBlock(language, title[1] if title else None, code, output, line))
+    return blocks
+
+
+def python_code(page: str) -> list[str]:
+    """The code of a page's Python blocks."""
+    return [block.code for block in code_blocks(page) if block.language == "python"]
+
+
+def commands(code: str) -> list[list[str]]:
+    """The commands of a shell block, as words; a command may go on behind a backslash, and end in a comment."""
+    joined = code.replace("\\\n", " ")
+    found = []
+    for line in joined.splitlines():
+        for part in line.split(" && "):
+            if words := shlex.split(part, comments=True):
+                found.append(words)
+    return found
+
+
+def kvjax_arguments(words: list[str]) -> list[str] | None:
+    """The arguments of a command of kvjax, or None for another command."""
+    if words[0] == "kvjax":
+        return words[1:]
+    return words[3:] if words[:3] == ["python", "-m", "kvjax"] else None
+
+
+def check_command(words: list[str]) -> None:
+    """Fails for a command that cannot work: wrong arguments of kvjax, a missing module, an unknown target of make."""
+    given = kvjax_arguments(words)
+    if given is not None:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                args = cli._parser().parse_args(given)
+        except SystemExit:
+            pytest.fail(f"{shlex.join(words)}: {errors.getvalue()}")
+        for name in ("method", "methods"):
+            if isinstance(value := getattr(args, name, None), str) and not args.load and "$" not in value:
+                for text in value.split(";"):
+                    kvjax.parse(text.strip())
+    elif words[:2] == ["python", "-m"] and words[2].partition(".")[0] in MODULES:
+        assert importlib.util.find_spec(words[2]), f"there is no module {words[2]}"
+    elif words[0] == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets), shlex.join(words)
+
+
+@functools.cache
+def stand_in() -> Model:
+    """A toy model with the tokenizer of the shipped one and a chat template, for pages that print no outputs."""
+    shipped = real_load("testbed")
+    toy = toy_model(layers=4, head_dim=32, vocab_size=shipped.config.vocab_size)
+    template = ChatTemplate("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
+    return dataclasses.replace(toy, tokenizer=shipped.tokenizer, chat_template=template)
+
+
+@functools.cache
+def named_model(name: str, dtype: Any = None) -> Model:
+    """The model of that name, loaded once for all pages."""
+    return real_load(name, dtype=dtype)
+
+
+def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values: Any) -> dict[str, Any]:
+    """Runs a page's Python blocks, and those commands of kvjax whose output it shows; checks the other commands.
+
+    A block with a title is saved as that file. Outputs are compared as doctest does: "..." matches anything.
+    Returns the names that the blocks have defined.
+    """
+    blocks = code_blocks(page)
+    shows_output = any(block.output for block in blocks if block.language in ("python", "sh"))
+    monkeypatch.setattr(kvjax, "load", named_model if shows_output else lambda name, dtype=None: stand_in())
+    monkeypatch.chdir(folder)
+    values = {"__name__": "document", **values}
+    for block in blocks:
+        where, printed = f"{page}, line {block.line}", io.StringIO()
+        if block.file:
+            Path(block.file).write_text(block.code, encoding="utf-8")
+        elif block.language == "python":
+            # Blank lines before the code make the line of an error that of the page.
+            code = compile("\n" * block.line + block.code, str(ROOT / page), "exec", dont_inherit=True)
+            with contextlib.redirect_stdout(printed):
+                exec(code, values)
+        elif block.language == "sh":
+            for words in commands(block.code):
+                check_command(words)
+                if block.output and (given := kvjax_arguments(words)) is not None:
+                    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+                        assert cli.main(given) == 0, f"{where}: {shlex.join(words)}"
+        else:
+            continue
+        if block.output is not None:
+            compare_output(block.output, printed.getvalue(), where)
+    return values
+
+
+def compare_output(wanted: str, printed: str, where: str) -> None:
+    """Fails where what was printed is not what the page shows; spaces at the end of lines do not count."""
+    wanted, printed = (re.sub(r"[ ]+$", "", text, flags=re.M).strip("\n") + "\n" for text in (wanted, printed))
+    same = doctest.OutputChecker().check_output(without_scores(wanted), without_scores(printed), doctest.ELLIPSIS)
+    assert same, f"{where} prints\n{printed}\nand the page shows\n{wanted}"
+
+
+def without_scores(text: str) -> str:
+    """A table of `kvjax eval` without its scores, which depend on the last bits of sums and so on JAX and the CPU.
+
+    Methods, bytes and the caption stay. Scores decide how wide the columns are, so spaces and line ends do not count
+    in a text with such a table; another text is returned as it is.
+    """
+    heads = next((cells for line in text.splitlines() if "of full" in (cells := _cells(line))), None)
+    if heads is None:
+        return text
+    first = heads.index("device")  # the scores' columns stand before it
+    rows = [_cells(line.replace("─", " ")) for line in text.splitlines()]
+    kept = [row[:1] + row[first:] if len(row) == len(heads) and row != heads else row for row in rows]
+    return " ".join(" ".join(row) for row in kept if row) + "\n"
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a line of a table, which two spaces or more divide."""
+    return [cell for cell in re.split(r"\s{2,}", line.strip()) if cell]

@@ -1,0 +1,57 @@
+"""Numbers in methods: whatever an integer is, there is a method that can be planned, or an error that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvjax import KvjaxError, methods, parse, planned_bytes
+from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.methods.registry import LARGEST, load_all
+from kvjax.testing import toy_model
+
+CONFIG = toy_model(layers=2).config
+INTEGERS = [(r, n) for r in load_all().values() for n, p in r.parameters.items() if p.annotation in (int, TokenBudget)]
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**31)])
+def test_larger_integers_than_a_device_has_are_refused_by_name(value):
+    for recipe, name in INTEGERS:
+        with pytest.raises(KvjaxError, match=f"parameter '{name}' of {recipe.name} must be at most 1,073,741,824, got"):
+            parse(f"{recipe.name}:{name}={value}")
+        with pytest.raises(KvjaxError, match=f"parameter '{name}' of {recipe.name} must be at most"):
+            recipe.make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [LARGEST, 0, -1])
+def test_others_make_a_method_that_can_be_planned_or_are_refused(value):
+    for recipe, name in INTEGERS:
+        try:
+            method = parse(f"{recipe.name}:{name}={value}")
+            planned_bytes(method, CONFIG, 20, capacity=24, dtype="bfloat16")
+        except KvjaxError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5"),
+        (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8'"),
+        (lambda: methods.kcache(n=True), "parameter 'n' of kcache is int, got True"),
+        (lambda: methods.kcache(n=None), "parameter 'n' of kcache is int, got None"),
+        (lambda: parse("kcache:n=" + "9" * 5000), "parameter 'n' of kcache is int, got '99999"),
+    ],
+)
+def test_what_is_no_integer_is_named(make, says):
+    with pytest.raises(KvjaxError, match=says) as e:
+        make()
+    assert len(str(e.value)) < 200
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400"])
+def test_floats_are_finite(value):
+    floats = [(r, name) for r in load_all().values() for name, p in r.parameters.items() if p.annotation is float]
+    assert floats
+    for recipe, name in floats:
+        with pytest.raises(KvjaxError, match=f"parameter '{name}' of {recipe.name}"):
+            parse(f"{recipe.name}:{name}={value}")

@@ -1,0 +1,219 @@
+"""Scores as arrays against kvpress: of one prompt, alone and without padding (tests/fixtures/make_eviction_scores.py).
+
+Where kvpress fills tokens that always stay with a constant, our scorers rank them above the others, or leave them to
+the selection: of these tokens nothing is compared but that.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert.convert import read
+from kvjax.cache.codecs.thin import ChannelPruner
+from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
+from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention_mass import Observation
+from kvjax.core.rope import Rope
+from kvjax.core.types import KVBlock
+from kvjax.methods.cam import Spread
+from kvjax.methods.criticalkv import ByOutput
+from kvjax.methods.cur import Cur
+from kvjax.methods.expected_attention import ExpectedAttention
+from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.keynorm import KeyNorm
+from kvjax.methods.kvzip import Repeated
+from kvjax.methods.lagkv import LagKV
+from kvjax.methods.sinks_and_recent import Newest
+from tests.fixtures import ROOT
+
+T, HALF, LAYER = 50, 25, 1
+SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, window=None, rope=Rope(16))
+SNAPKV = WindowAttention(num_queries=8, kernel=5)
+CASES = {
+    # case -> our scorer, first tokens and last tokens that kvpress fills with a constant
+    "snapkv": (SNAPKV, 0, 8),
+    "pyramidkv": (SNAPKV, 0, 8),
+    "observed": (AccumulatedAttention("visible"), 0, 0),
+    "knorm": (KeyNorm(), 0, 0),
+    "keydiff": (KeyDiff(), 0, 0),
+    # Behind 4 sinks come five partitions of 8 tokens, the last of which has no next one, and 6 tokens.
+    "lagkv": (LagKV(lag=8), 4, 14),
+    "lagkv_cross": (LagKV(lag=8, cross=True), 4, 14),
+    "cur": (Cur(), 4, 0),
+    "cur_mean": (Cur(window=10, leverage="mean"), 4, 0),
+    "cur_whole": (Cur(window=T), 4, 0),  # not the mean: without neighbours kvpress adds keys and values unscaled
+    "cur_key": (Cur(leverage="key"), 4, 0),
+    "cur_value": (Cur(leverage="value"), 4, 0),
+    "expected": (ExpectedAttention(), 4, 0),
+    "expected_mean": (ExpectedAttention(future=16, covariance=False, value_norms=False), 4, 0),
+    "expected_epsilon": (ExpectedAttention(epsilon=0.02), 4, 0),
+}
+PRESSES = {
+    "CURPress": "cur",
+    "CriticalKVPress": "criticalkv",
+    "ExpectedAttentionPress": "expected",
+    "KeyDiffPress": "keydiff",
+    "KnormPress": "knorm",
+    "LagKVPress": "lagkv",
+    "ObservedAttentionPress": "observed",
+    "PyramidKVPress": "pyramidkv",
+    "SnapKVPress": "snapkv",
+    "StreamingLLMPress": "streaming",
+    "TOVAPress": "tova",
+    "RandomPress": "Its numbers are those of torch's generator; ours go by seed, head and position.",
+    "ExpectedAttentionStatsPress": "Its statistics are downloaded for a model by name.",
+    "CapPress": "Not here, see docs/generate/field.toml.",
+    "CompactorPress": "Not here, see docs/generate/field.toml.",
+    "KVzapPress": "Not here, see docs/generate/field.toml.",
+    "LeverageScorePress": "A part of Compactor, which is not here.",
+    "NonCausalAttnPress": "A part of Compactor, which is not here.",
+    "QFilterPress": "Not here, see docs/generate/field.toml.",
+}
+"""Every press of kvpress that scores tokens -> a stored case, or one sentence why there is nothing to compare."""
+
+
+@functools.cache
+def stored() -> dict[str, np.ndarray]:
+    with np.load(ROOT / "eviction" / "scores.npz") as arrays:
+        return dict(arrays)
+
+
+def pressed(case: str) -> np.ndarray:
+    """f32[K T], what kvpress says."""
+    return stored()[f"scores/{case}"]
+
+
+def prompt() -> tuple[KVBlock, Observation]:
+    """Keys and values of the prompt, and all of its queries."""
+    q, k, v = (jnp.asarray(stored()[name])[None] for name in "qkv")
+    pos = jnp.arange(T, dtype=jnp.int32)[None]
+    return KVBlock(k, v, pos[:, None]), Observation(q, pos)
+
+
+@functools.cache
+def output() -> jax.Array:
+    """The layer's output projection [1 K G H D]."""
+    return jnp.asarray(read(ROOT / "eviction" / "gqa")[1][f"layer_{LAYER}"]["attention"]["o"]["kernel"])[None]
+
+
+def scored(scorer: Scorer) -> np.ndarray:
+    """f32[K T], what ours says."""
+    return np.asarray(jax.jit(functools.partial(scorer.scores, spec=SPEC))(*prompt()).per_kv_head[0])
+
+
+def assert_close(ours: np.ndarray, public: np.ndarray) -> None:
+    """Within 1e-5 of each score, ten times float32's rounding; of one near zero, within 1e-6 of the greatest."""
+    np.testing.assert_allclose(ours, public, rtol=1e-5, atol=1e-6 * np.abs(public).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_kvpress(case):
+    scorer, first, last = CASES[case]
+    ours, public = scored(scorer), pressed(case)
+    free = slice(first, T - last)
+    assert_close(ours[:, free], public[:, free])
+    assert np.ptp(public[:, free]) > 1e-3  # there is something to compare
+    if last:
+        assert ours[:, T - last :].min() > ours[:, free].max()
+        assert np.unique(public[:, T - last :]).size == 1
+    assert np.unique(public[:, :first]).size == (first > 0)
+
+
+def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
+    """TOVA: the mean over all query heads; the last token always stays."""
+    ours = scored(WindowAttention(num_queries=1, kernel=1))
+    ours = np.asarray(ours).mean(0)
+    for public in pressed("tova"):
+        assert_close(ours[:-1], public[:-1])
+    assert ours.argmax() == T - 1
+
+
+def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
+    """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
+    block, _ = prompt()
+    select = make_selection(Newest(), HALF, sinks=4, per="layer")
+    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
+    kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
+    for public in pressed("streaming"):
+        np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
+
+
+def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
+    """CriticalKV: kvpress gives the first half of a budget the greatest number there is, window and all."""
+    block, seen = prompt()
+    own = scored(SNAPKV)
+    rescored = jax.jit(functools.partial(ByOutput().scores, spec=SPEC))
+    ours = np.asarray(rescored(block, jnp.asarray(own)[None], seen._replace(output_projection=output())))[0]
+    public = pressed("criticalkv")
+    first = public == np.finfo(np.float32).max
+    for head, chosen in zip(own, first, strict=True):
+        assert set(np.flatnonzero(chosen)) == set(head.argsort()[-(HALF // 2) :])
+    assert_close(ours[~first], public[~first])
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_the_attention_of_a_repetition_is_that_of_kvpress(plus):
+    """KVzip: of all query heads and queries of the repetition the greatest; the first tokens always stay."""
+    block, _ = prompt()
+    again = {name: jnp.asarray(stored()[f"again/{name}"])[None] for name in ("q", "k", "hidden")}
+    pos = T + jnp.arange(T, dtype=jnp.int32)[None]
+    extra = {"output_projection": output(), "hidden_states": again["hidden"][:, None]} if plus else {}
+    fresh = KVBlock(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
+    look = jax.jit(functools.partial(Repeated(plus=plus).update_scores, spec=SPEC))
+    ours = look(block, jnp.int32(0), Observation(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]
+    assert_close(np.asarray(ours), pressed("kvzip_plus" if plus else "kvzip"))
+
+
+@pytest.mark.parametrize("percent", [75, 60, 50, 25])
+def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_others(percent):
+    """A key/value head's channels go by the mean of squares over its query heads in both.
+
+    kvpress thins the keys of all tokens of a prompt, the last ones too, and holds zeros in place of what it drops. Its
+    window is that of ours, 32 queries.
+    """
+    block, seen = prompt()
+    codec, stays = ChannelPruner(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
+
+    @jax.jit
+    def held(k, pos, seen):
+        few = codec.encode_prompt(k, pos, seen)
+        return few.channels, codec.decode(few)
+
+    channels, keys = held(block.k, block.pos, seen)
+    assert [head.tolist() for head in np.asarray(channels)[0, :, 0]] == [np.flatnonzero(x).tolist() for x in stays]
+    np.testing.assert_array_equal(keys[0], stored()["k"] * stays[:, None])
+
+
+def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
+    """With one number in place of chance those merge whose probability is above it, in parts as large as kvpress'.
+
+    kvpress' CAMPress does this while decoding, by the attention since the prompt, and merges of the lost tokens only as
+    many as are new; here it is told that all are. Ours merges when the prompt ends, by the selection's own scores, and
+    refuses to be composed with `recompress`: so the whole methods do not mean the same.
+    """
+    block, _ = prompt()
+    kept, scores = stored()["cam/kept"], jnp.asarray(pressed("observed"))[None]
+    choice = SelectedSlots(jnp.asarray(kept)[None, None], Scores(scores[:, :, None], scores))
+    there = KVBlock(block.k[:, :, kept], block.v[:, :, kept], block.pos[:, :, kept])
+
+    @jax.jit
+    def merged(number):
+        monkeypatch.setattr(sys.modules[Spread.__module__], "_chance", lambda *_: number)
+        return Spread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
+
+    for percent in (25, 50, 75):
+        np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)
+
+
+def test_every_press_that_scores_is_compared_or_has_a_reason():
+    assert set(stored()["presses"].tolist()) == set(PRESSES)
+    cases = {path.removeprefix("scores/") for path in stored() if path.startswith("scores/")}
+    assert {*CASES, "tova", "streaming", "criticalkv", "kvzip", "kvzip_plus"} == cases
+    assert all(why in cases or why.endswith(".") for why in PRESSES.values())

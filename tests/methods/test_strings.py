@@ -1,0 +1,165 @@
+"""Method strings and composition."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from kvjax import Method, compose, methods, name_of, parse
+from kvjax.cache.codecs.base import Host, Plain
+from kvjax.engine.plan import bind
+from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.method_api import recipe
+from kvjax.methods.kcache import TopV
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, REGISTRY, load_all
+from kvjax.methods.strings import split_list
+from kvjax.testing import toy_model
+
+
+def test_a_string_is_the_call():
+    assert parse("full") == methods.full()
+    assert parse(" kcache : n=64 , device_layers=2 ") == methods.kcache(n=64, device_layers=2)
+    assert parse("kcache:renormalise=true,granularity=kv") == methods.kcache(renormalise=True, granularity="kv")
+    assert parse("kcache") == methods.kcache()
+    assert split_list("full; kcache:n=64;") == ["full", "kcache:n=64"]
+
+
+def test_the_papers_defaults():
+    assert methods.kcache() == Method(v=Host(Plain()), read=TopV(128), device_layers=1)
+
+
+def test_a_plus_composes():
+    both = parse("offload + kcache:n=8")
+    assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopV(8), device_layers=1)
+    assert name_of(both) == "offload + kcache:n=8"
+    assert compose(methods.full(), methods.kcache()) == methods.kcache() == compose(methods.kcache(), methods.full())
+
+
+def test_compose_takes_strings_and_values_and_any_number_of_them():
+    assert compose("snapkv:budget=8", "int4") == parse("snapkv:budget=8 + int4")
+    three = compose("snapkv:budget=8", methods.int4(), "offload")
+    assert three == parse("snapkv:budget=8 + int4 + offload") and name_of(three) == "snapkv:budget=8 + int4 + offload"
+    assert compose("int4") == methods.int4()
+    with pytest.raises(IncompatibleMethod, match="full \\+ kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+        compose("full", "kcache:n=8", "kcache:n=9")
+    with pytest.raises(KvjaxError, match="unknown method 'int5'"):
+        compose("full", "int5")
+    with pytest.raises(KvjaxError, match="int4 is a recipe, not a method yet"):
+        compose("full", methods.int4)
+
+
+def test_two_fillings_of_one_slot_are_refused():
+    with pytest.raises(IncompatibleMethod, match="kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+        parse("kcache:n=8 + kcache:n=9")
+
+
+def test_the_plan_keeps_the_first_layers_on_the_device():
+    plan = bind(methods.kcache(n=8, device_layers=2), toy_model().config)
+    assert tuple(layer.method for layer in plan) == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
+    assert dataclasses.replace(methods.kcache(), device_layers=0).traits.host
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kcach:n=3", "unknown method 'kcach'; did you mean 'kcache'"),
+        ("zzz", "unknown method 'zzz'; `kvjax methods` lists"),
+        ("kcache:m=3", "no parameter 'm'"),
+        ("kcache:device_layer=1", "did you mean 'device_layers'"),
+        ("kcache:n", "needs a value, as in n=128"),
+        ("kcache:n=many", "'n' of kcache is int, got 'many' .default 128"),
+        ("kcache:renormalise=maybe", "'renormalise' of kcache is bool"),
+        ("full:n=3", "full has no parameter 'n'; it has none"),
+        ("full +", "unknown method ''"),
+    ],
+)
+def test_a_wrong_string_names_the_nearest(text, says):
+    with pytest.raises(KvjaxError, match=says):
+        parse(text)
+
+
+def test_no_method_is_an_error():
+    with pytest.raises(KvjaxError, match="no method in"):
+        split_list(" ; ")
+
+
+def test_every_recipe_has_a_source_and_a_summary():
+    for r in load_all().values():
+        assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
+
+
+def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
+    assert {r.family for r in load_all().values()} == set(FAMILIES)
+    assert all(line.endswith(".") and "\n" not in line for line in FAMILIES.values())
+
+
+def test_the_files_of_methods_are_loaded_one_after_the_other():
+    """A file that loaded the others while it registers its own would reverse their order, in which pages show them."""
+    code = "from kvjax.methods.registry import load_all; print(*load_all())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
+
+
+def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue):
+    def idea() -> Method:
+        return Method()
+
+    recipe("an idea of mine")(idea)
+    assert REGISTRY["idea"].family == OWN_FAMILY
+    recipe("an idea of mine", family="host memory")(idea)
+    assert REGISTRY["idea"].family == "host memory"
+    with pytest.raises(KvjaxError, match="no family 'mine' of methods; leave it out, or take one of exact, "):
+        recipe("an idea of mine", family="mine")
+
+
+@pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])
+def test_a_path_that_is_cut_by_what_divides_methods_is_recognised(text):
+    with pytest.raises(
+        KvjaxError, match="/t.st' seems to be the end of a path, and a path in a method's string has no"
+    ):
+        parse(text)
+
+
+def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
+    @recipe("an idea of mine")
+    def silent(budget: int = 4) -> Method:
+        return Method()
+
+    assert load_all()["silent"].summary == load_all()["silent"].text == ""
+
+
+def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
+    def untyped(budget=4) -> Method:
+        return Method()
+
+    def several(sizes: tuple[int, ...] = (1, 2)) -> Method:
+        return Method()
+
+    def snapkv(budget: int = 4) -> Method:
+        return Method()
+
+    def none(budget: int = 4) -> Method:
+        """Nothing."""
+        return None
+
+    def sum_of() -> Method:
+        return Method()
+
+    sum_of.__name__ = "a+b"
+    for make, says in [
+        (untyped, "parameter 'budget' of untyped needs a type that can be made of a text, such as `budget: int = 4`"),
+        (several, "parameter 'sizes' of several needs a type"),
+        (snapkv, "kvjax has a method called snapkv .SnapKV.*; give yours another name"),
+        (sum_of, "called by its function's name, and 'a.b' is no name of one"),
+    ]:
+        with pytest.raises(KvjaxError, match=says):
+            recipe("an idea")(make)
+    with pytest.raises(KvjaxError, match="a recipe says where its method comes from"):
+        recipe(none)
+    recipe("an idea")(none)
+    with pytest.raises(KvjaxError, match="the recipe none must return a method, and returned None"):
+        parse("none")
+    recipe("a better idea")(none)  # one's own may be written anew

@@ -1,0 +1,340 @@
+"""Checkpoint directories: what is written comes back, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax.errors import KvjaxError
+from kvjax.models import Config, RopeScaling, checkpoint
+from kvjax.models.model import random_model
+from kvjax.utils.lock import Busy
+
+CONFIG = Config(
+    vocab_size=16,
+    width=8,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=2,
+    mlp_width=12,
+    rope_scaling=RopeScaling("llama3", 8.0),
+    windows=(None, 3),
+    qk_norm=True,
+    qkv_bias=True,
+    eos_ids=(3, 5),
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_model(CONFIG).params
+
+
+@pytest.fixture
+def saved(tmp_path, params):
+    checkpoint.save(tmp_path / "model", CONFIG, params, source="a test")
+    return tmp_path / "model"
+
+
+def assert_same(ours, theirs):
+    ours, theirs = flatten_dict(ours, sep="/"), flatten_dict(theirs, sep="/")
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        assert ours[path].dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(ours[path]), np.asarray(x), err_msg=path)
+
+
+def test_round_trip(saved, params):
+    config, restored = checkpoint.restore(saved)
+    assert config == CONFIG
+    assert_same(restored, params)
+    record = checkpoint.read_manifest(saved)
+    assert (record.dtype, record.source) == ("float32", "a test")
+    assert set(record.digests) == {"embedding", "layer_0", "layer_1", "final_norm", "head"}
+    assert sorted(p.name for p in saved.iterdir()) == ["kvjax.json", "params"]
+    assert sorted(p.name for p in (saved / "params").iterdir()) == sorted(record.digests)
+
+
+def test_no_file_names_the_place_where_it_was_written(saved):
+    place = str(saved.parent).encode()
+    assert [p for p in saved.rglob("*") if p.is_file() and place in p.read_bytes()] == []
+
+
+def test_bfloat16_is_stored_as_such_and_widened_on_request(tmp_path, params):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    checkpoint.save(tmp_path / "model", CONFIG, narrow)
+    assert_same(checkpoint.restore(tmp_path / "model")[1], narrow)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    assert_same(checkpoint.restore(tmp_path / "model", dtype=jnp.float32)[1], wide)
+
+
+def test_mixed_types_are_saved_as_float32(tmp_path, params):
+    mixed = {**params, "embedding": params["embedding"].astype(jnp.float16)}
+    checkpoint.save(tmp_path / "model", CONFIG, mixed)
+    assert {x.dtype for x in jax.tree.leaves(checkpoint.restore(tmp_path / "model")[1])} == {jnp.dtype("float32")}
+
+
+def test_every_form_of_shardings(saved, params):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    split, whole = NamedSharding(mesh, PartitionSpec("model")), NamedSharding(mesh, PartitionSpec())
+    of = lambda path: split if path == "embedding" else whole  # noqa: E731
+    flat = flatten_dict(params, sep="/")
+    tree = {name: jax.tree.map(lambda _: whole, sub) for name, sub in params.items()} | {"embedding": split}
+    for shardings, expected in ((of, of), (tree, of), (whole, lambda path: whole)):
+        restored = checkpoint.restore(saved, shardings=shardings)[1]
+        assert_same(restored, params)
+        for path, x in flatten_dict(restored, sep="/").items():
+            assert x.sharding.is_equivalent_to(expected(path), flat[path].ndim), path
+    del tree["final_norm"]
+    with pytest.raises(KvjaxError, match="shardings have no entry for final_norm/scale"):
+        checkpoint.restore(saved, shardings=tree)
+
+
+def test_one_part_alone(saved, params):
+    assert_same(checkpoint.read_part(saved, "layer_1"), params["layer_1"])
+    np.testing.assert_array_equal(checkpoint.read_part(saved, "embedding"), params["embedding"])
+
+
+def test_extra_files_are_written(tmp_path, params):
+    checkpoint.save(tmp_path / "model", CONFIG, params, extra_files={"tokenizer.json": b"{}"})
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+    checkpoint.restore(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{ }")
+    with pytest.raises(KvjaxError, match="tokenizer.json is missing or not what was written"):
+        checkpoint.restore(tmp_path / "model")
+
+
+def test_nothing_appears_unless_complete(tmp_path, params):
+    with (
+        pytest.raises(KvjaxError, match="head/kernel: missing"),
+        checkpoint.Writer(tmp_path / "a", CONFIG, "float32") as w,
+    ):
+        for name in ("embedding", "layer_0", "layer_1", "final_norm"):
+            w.put(name, params[name])
+    with pytest.raises(KvjaxError, match="put twice"), checkpoint.Writer(tmp_path / "a", CONFIG, "float32") as w:
+        w.put("embedding", params["embedding"])
+        w.put("embedding", params["embedding"])
+    with pytest.raises(KeyboardInterrupt), checkpoint.Writer(tmp_path / "a", CONFIG, "float32") as w:
+        w.put("embedding", params["embedding"])
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_trees_are_refused_with_every_reason(tmp_path, params):
+    wrong = {**params, "head": {"kernel": params["head"]["kernel"].T}, "tail": {"scale": params["final_norm"]["scale"]}}
+    del wrong["final_norm"]
+    with pytest.raises(KvjaxError) as e:
+        checkpoint.save(tmp_path / "model", CONFIG, wrong)
+    assert "final_norm/scale: missing" in str(e.value)
+    assert "tail/scale: not a parameter of this config" in str(e.value)
+    assert "head/kernel: shape [16, 8], the config says [8, 16]" in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_directory_is_refused_or_replaced_when_complete(saved, params):
+    with pytest.raises(KvjaxError, match="exists"):
+        checkpoint.save(saved, CONFIG, params)
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    with pytest.raises(RuntimeError), checkpoint.Writer(saved, CONFIG, "float32", replace=True) as w:
+        w.put("embedding", doubled["embedding"])
+        raise RuntimeError
+    assert_same(checkpoint.restore(saved)[1], params)
+    checkpoint.save(saved, CONFIG, doubled, replace=True)
+    assert_same(checkpoint.restore(saved)[1], doubled)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+def test_a_file_in_the_way_is_not_replaced(tmp_path, params):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(KvjaxError, match="not a kvjax checkpoint, so it is not replaced"):
+        checkpoint.save(tmp_path / "model", CONFIG, params, replace=True)
+
+
+def test_what_lies_beside_is_the_users_own(tmp_path, saved, params):
+    names = [f"model{end}" for end in (".partial", ".old", ".joined", ".lock")]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    checkpoint.save(saved, CONFIG, params, replace=True)
+    with pytest.raises(RuntimeError), checkpoint.Writer(saved, CONFIG, "float32", replace=True):
+        raise RuntimeError
+    assert [(tmp_path / name / "mine").read_text() for name in names] == ["mine"] * 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["model", *names])
+
+
+@pytest.fixture
+def link(tmp_path):
+    """A link to a place in a folder of its own, where nothing is yet."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch/model")
+    return tmp_path / "link"
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "model"])
+def test_a_link_is_followed(link, params, there):
+    if there == "empty":
+        link.resolve().mkdir()
+    if there == "model":
+        checkpoint.save(link.resolve(), CONFIG, jax.tree.map(lambda x: 2 * x, params))
+    checkpoint.save(link, CONFIG, params, replace=there == "model")
+    assert link.is_symlink() and not (link.parent / "scratch" / "model").is_symlink()
+    assert_same(checkpoint.restore(link.parent / "scratch" / "model")[1], params)
+    assert [p.name for p in link.resolve().parent.iterdir()] == ["model"]
+    assert sorted(p.name for p in link.parent.iterdir()) == ["link", "scratch"]
+
+
+def test_a_link_to_itself_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(KvjaxError, match="leads back to itself"):
+        checkpoint.Writer(tmp_path / "link", CONFIG, "float32")
+
+
+def written(directory, params):
+    """A writer that has only to put what is written into its place."""
+    writer = checkpoint.Writer(directory, CONFIG, "float32", replace=True)
+    writer.__enter__()
+    for name, x in params.items():
+        writer.put(name, x)
+    return writer
+
+
+def test_one_process_at_a_time_writes_a_directory_under_whichever_name(link, params):
+    writer, other = written(link, params), checkpoint.Writer(link.resolve(), CONFIG, "float32")
+    with pytest.raises(Busy, match="another process writes .*scratch/model; wait"):
+        other.__enter__()
+    writer.__exit__(None, None, None)
+    assert_same(checkpoint.restore(link)[1], params)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_replacement_that_fails_at_the_last_step_leaves_the_old_one(saved, params, monkeypatch, error):
+    rename = type(saved).rename
+
+    def fails(self, target):
+        if self.name == "new":
+            raise error
+        return rename(self, target)
+
+    writer = written(saved, jax.tree.map(lambda x: 2 * x, params))
+    monkeypatch.setattr(type(saved), "rename", fails)
+    with pytest.raises(error):
+        writer.__exit__(None, None, None)
+    assert_same(checkpoint.restore(saved)[1], params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_write_that_fails_before_it_begins_leaves_nothing(tmp_path, monkeypatch, error):
+    mkdir = type(tmp_path).mkdir
+
+    def fails(self, *args, **more):
+        if self.name == "params":
+            raise error
+        mkdir(self, *args, **more)
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", fails)
+    with pytest.raises(error):
+        checkpoint.Writer(tmp_path / "model", CONFIG, "float32").__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_set_aside_by_a_killed_replacement_goes_back(saved, params):
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    writer = written(saved, doubled)
+    saved.rename(writer._old)
+    os.close(writer._lock)  # as when the process ends here
+    with pytest.raises(KvjaxError, match="exists"):
+        checkpoint.save(saved, CONFIG, doubled)
+    assert_same(checkpoint.restore(saved)[1], params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+
+def largest_file(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_flipped_bit_names_the_part(saved):
+    file = largest_file(saved / "params" / "layer_1")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged"):
+        checkpoint.restore(saved)
+
+
+def test_a_missing_file_or_part_is_named(saved):
+    largest_file(saved / "params" / "head").unlink()
+    with pytest.raises(KvjaxError, match="part 'head' .* is damaged"):
+        checkpoint.restore(saved)
+    (saved / "params" / "head").rename(saved / "head")
+    with pytest.raises(KvjaxError, match="lacks its part 'head'"):
+        checkpoint.restore(saved)
+
+
+def edit(directory, change):
+    raw = json.loads((directory / "kvjax.json").read_text())
+    change(raw)
+    (directory / "kvjax.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(version=3), "format version 3; this kvjax reads up to 2: upgrade kvjax"),
+        (lambda raw: raw.update(version=1), "format version 1, which lacks digests; convert the checkpoint again"),
+        (lambda raw: raw.update(format="other"), "has format 'other'"),
+        (lambda raw: raw.pop("format"), "is damaged.*convert the checkpoint again"),
+        (lambda raw: raw.pop("digests"), "is damaged"),
+        (lambda raw: raw.update(digests=None), "is damaged"),
+        (lambda raw: raw.update(parameters=[]), "is damaged"),
+        (
+            lambda raw: raw["config"].update(mlp_width=13),
+            r"layer_0/mlp/up/kernel: shape \[8, 12\], the config says \[8, 13\]",
+        ),
+        (lambda raw: raw["config"].update(layers=3, windows=None), "layer_2/mlp/up/kernel: missing"),
+        (lambda raw: raw["config"].update(kv_heads=3), "must be a multiple of kv_heads"),
+        (lambda raw: raw["config"].update(surprise=1), "not a kvjax model configuration"),
+        (lambda raw: raw["parameters"]["embedding"].update(dtype="float99"), "its digest differs"),
+        (lambda raw: raw["config"].update(rope_theta=20_000.0), "kvjax.json is not what was written"),
+        (lambda raw: raw.pop("digest"), "kvjax.json is not what was written"),
+        (lambda raw: raw["config"].update(norm_eps=-1.0), "norm_eps must be a positive number, got -1.0"),
+        (lambda raw: raw["config"].update(norm_eps=float("nan")), "norm_eps must be a positive number, got nan"),
+        (lambda raw: raw["config"].update(rope_theta=float("inf")), "rope_theta must be a positive number, got inf"),
+        (lambda raw: raw["config"].update(rope_theta="1e4"), "rope_theta must be a positive number, got '1e4'"),
+    ],
+)
+def test_damaged_or_newer_manifests(saved, change, message):
+    edit(saved, change)
+    with pytest.raises(KvjaxError, match=message):
+        checkpoint.restore(saved)
+
+
+def test_foreign_directories(tmp_path, saved):
+    with pytest.raises(KvjaxError, match="there is no checkpoint directory"):
+        checkpoint.restore(tmp_path / "nowhere")
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(KvjaxError, match="has no kvjax.json"):
+        checkpoint.restore(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(KvjaxError, match="is a Hugging Face checkpoint; convert it: python -m checkpoints_convert"):
+        checkpoint.restore(tmp_path / "hf")
+    (saved / "kvjax.json").write_text("[1]")
+    with pytest.raises(KvjaxError, match="is damaged"):
+        checkpoint.restore(saved)
+
+
+def test_parameter_shapes_follow_the_config():
+    tied = checkpoint.parameter_shapes(Config(16, 8, 1, 4, 2, 2, 12, tie_embeddings=True, out_bias=True))
+    assert "head/kernel" not in tied
+    assert tied["layer_0/attention/q/kernel"] == (8, 2, 2, 2)
+    assert tied["layer_0/attention/o/kernel"] == (2, 2, 2, 8)
+    assert tied["layer_0/attention/o/bias"] == (8,)
+    assert checkpoint.part_names(tied) == ("embedding", "final_norm", "layer_0")
