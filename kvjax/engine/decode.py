@@ -59,6 +59,7 @@ def step(
       Logits f32[B T V], which mean nothing for padding, and the new cache.
     """
     outer = outer_params(params)
+    # One small program: run eagerly, each of its operations would be a dispatch of its own in every step.
     hidden, angles, pos, length = _begin_step(outer, tokens, cache.length, lengths, commit=commit, target=target)
     calls = _decode_calls(cache.plan, target.config)
     mode = Decode(pos, commit)

@@ -143,6 +143,7 @@ class PromptReplay(ForwardMode):
     ) -> tuple[Array, LayerPrompt, Any]:
         q, k, v, hidden, output_projection = inputs
         needs = call.layer.needs
+        # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, state, self.lengths)
         copy = KVBlock(k, v, self.pos[:, None])
 

@@ -113,6 +113,7 @@ def apply_filters(s: Sampler, logits: Array) -> Array:
     """Sets the tokens that the filters drop to MASKED_LOGIT, in logits f32[B V] after the temperature."""
     if (s.top_k, s.top_p, s.min_p) == (None, None, None):
         return logits
+    # Stable, so that of equal logits the lower index comes first.
     order = jnp.argsort(-logits, axis=-1, stable=True)
     x = jnp.take_along_axis(logits, order, -1)  # likeliest first
     keep = jnp.ones(x.shape, bool)

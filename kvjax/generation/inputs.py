@@ -96,6 +96,7 @@ def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:
 
 def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Pads lists of ids with 0 on the right: tokens i32[B T], lengths i32[B]."""
+    # In NumPy, as JAX would compile a program for each shape.
     lengths = np.array([len(r) for r in ids], np.int32)
     tokens = np.zeros((len(ids), width or round_up(int(lengths.max()))), np.int32)
     for row, r in zip(tokens, ids, strict=True):

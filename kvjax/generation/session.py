@@ -74,6 +74,7 @@ class DecodeSession:
             if self.loop != "layers":
                 self.state = self._compile(decode_loop.decode_until)(**self._arguments(), limit=np.int32(limit))
                 return
+            # The loop condition waits for each step: a batch that has ended must not run another one.
             compiled, arguments = self._layer_functions(), self._arguments()
             while not self._is_done(limit):
                 self.state = arguments["state"] = decode_loop.step(**arguments, compiled=compiled)
@@ -230,6 +231,7 @@ def start_decoding(
             has_drafts=num_draft_tokens(cache.plan) > 0,
         )
         if keep:
+            # An explicit copy, each array in its own kind of memory: the loop donates the cache that it is given.
             cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), cache)
         # Compiled loops serve all models of a configuration, so the state must not carry the weights' fingerprint.
         cache, weights = dataclasses.replace(cache, weights=""), cache.weights

@@ -74,6 +74,8 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
             raise _damage_error(path, "not an archive of arrays")
         raw.seek(0)
         try:
+            # No pickles: a file must not be able to run code. The header is checked first, so that a file of another
+            # kind or model says so, and is not called damaged.
             with np.load(raw, allow_pickle=False) as file:
                 text = file[HEADER].tobytes()
                 header = json_documents.loads(text)

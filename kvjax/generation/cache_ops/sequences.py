@@ -101,6 +101,7 @@ def join(caches: Sequence[Cache]) -> Cache:
         raise KvjaxError("no caches were given; pass one or more")
     for cache in caches:
         cache.check_usable()
+    # Arrays of unlike capacity cannot be concatenated, and padding one would change what its method has stored.
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.weights and first.weights and cache.weights != first.weights:

@@ -69,6 +69,7 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     counts = _count_levels(others.codes, max(side_levels))
     anchor_table, table = _tables(anchor_counts, counts)
     words, states = rans.encode([(_to_lanes(anchors.codes), anchor_table), (_to_lanes(others.codes), table)])
+    # Scales are stored in bfloat16 and counts in as few bytes as they need: both are a good part of a small file.
     arrays = {
         "last": exact.last,
         "length": lengths,

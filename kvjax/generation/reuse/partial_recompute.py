@@ -129,6 +129,7 @@ def partial_prefill(
 
     no_states = (None,) * len(calls)
     hidden, below = run(0, layer, PartialPrefill(pos, pos, source, rotation), no_states)
+    # The choice needs this layer's values, and its outputs depend on the choice: its projections are run twice.
     _, (values,) = run(layer, layer + 1, ReadValues(pos), no_states)
     at = _choose_tokens(values, prompts[layer], source, choice, pos, max_run=max_run)
     mode = PartialPrefill(pos, at, source, rotation)
