@@ -27,7 +27,7 @@ def ids(count):
 def small(monkeypatch, **sizes):
     """As if the machine had so little memory."""
     there = memory.Installed(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
-    monkeypatch.setattr(memory, "installed", lambda devices: there)
+    monkeypatch.setattr(memory, "installed_memory", lambda devices: there)
 
 
 def test_what_is_installed_is_known():
