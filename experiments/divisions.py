@@ -57,7 +57,7 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.strings import method_of
 
@@ -394,7 +394,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             if later is not None and not setting.codec:
                 found["errors"] = attention_errors(later, masks)
         else:
-            context = exact.under(setting.method, capacity)
+            context = exact.compress(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:
