@@ -122,7 +122,6 @@ def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plans, measures and prints; see the module's docstring."""
     p = make_parser(__doc__)
     p.add_argument("--memory-gb", type=float, default=48, help="of the device, in GiB (default: the paper's A6000)")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs and fragments, in GiB")
