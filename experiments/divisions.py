@@ -54,7 +54,7 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.case import Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import replay_prompts
@@ -148,36 +148,31 @@ def make_batch(model: Model, protocol: str, spec: Spec) -> Batch:
     cases = suite.cases(model, [TASKS[protocol]], spec)
     if protocol == "turns":
         prompts = [[*c.context, *c.asks[0].prompt] for c in cases]
-        return Batch(protocol, [list(map(int, p)) for p in prompts], [_join_questions(model, cases)])
-    each = [_single_question(model, cases, i) for i in range(spec.questions)]
+        return Batch(protocol, [list(map(int, p)) for p in prompts], [_join(model, [c.asks for c in cases], True)])
+    each = [_join(model, [[c.asks[i]] for c in cases], False) for i in range(spec.questions)]
     return Batch(protocol, [list(map(int, c.context)) for c in cases], each)
 
 
-def _join_questions(model: Model, cases: Sequence[Case]) -> Questions:
-    """Joins the first answer and each later question with its answer; the later answers count."""
+def _join(model: Model, asks: Sequence[Sequence[Any]], first_in_prompt: bool) -> Questions:
+    """Joins questions and answers of each context.
+
+    With `first_in_prompt` the first question ends the context's prompt: its text has the answer alone, which does not
+    count.
+    """
     found = Questions([], [], [])
-    for case in cases:
+    for own in asks:
         text: list[int] = []
         mask: list[bool] = []
         spans = []
-        for i, ask in enumerate(case.asks):
+        for i, ask in enumerate(own):
+            counts = i > 0 or not first_in_prompt
+            prompt = list(map(int, ask.prompt)) if counts else []
             answer = list(map(int, harness.reference(model, ask)))
-            prompt = list(map(int, ask.prompt)) if i else []  # the first question ends the context's prompt
-            if i:
+            if counts:
                 spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
             text += prompt + answer
             mask += [False] * len(prompt) + [True] * len(answer)
         for field, value in zip(found, (text, mask, spans), strict=True):
-            field.append(value)
-    return found
-
-
-def _single_question(model: Model, cases: Sequence[Case], i: int) -> Questions:
-    found = Questions([], [], [])
-    for case in cases:
-        prompt, answer = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference(model, case.asks[i])))
-        mask, end = [False] * len(prompt) + [True] * len(answer), len(prompt) + len(answer)
-        for field, value in zip(found, (prompt + answer, mask, [(len(prompt), end)]), strict=True):
             field.append(value)
     return found
 
@@ -450,7 +445,6 @@ def sum_up(model: Model, settings: Sequence[Setting], args: argparse.Namespace) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     p = make_parser(__doc__)
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--settings", type=Path, default=SETTINGS)

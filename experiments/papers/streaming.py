@@ -95,7 +95,6 @@ def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = common.model_parser(__doc__)
     parser.add_argument("--tokens", dest="length", type=int, default=100_000, help="of the text; same as --length")
     parser.set_defaults(length=100_000)
