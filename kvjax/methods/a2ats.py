@@ -93,7 +93,7 @@ class Codewords(Index):
 
 
 @dataclasses.dataclass(frozen=True)
-class FarAway(Retrieve):
+class WindowedRopeRetrieval(Retrieve):
     """Retrieval by bare keys and queries as if all tokens were `distance` before the query: windowed RoPE."""
 
     distance: int = 2048
@@ -179,5 +179,5 @@ def a2ats(
     paper's. A prompt attends exactly.
     """
     at_least("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
-    read = FarAway(Codewords(words, rounds), topk, sinks, recent, distance=distance)
+    read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.flags import Flagged
-from kvjax.cache.eviction.gates import Gates, attended
+from kvjax.cache.eviction.flags import ThresholdBudgets
+from kvjax.cache.eviction.gates import AttentionGateTable, gate_attention
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -27,7 +27,7 @@ from kvjax.methods.trial import Trial, paged
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Scorer):
-    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `Gates`)."""
+    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `AttentionGateTable`)."""
 
     given: Given
     needs_hidden: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Gate(Scorer):
                 f"{observation.hidden_states.shape[3]}; make a table for this model, as with `kvjax calibrate "
                 "attention_gate`"
             )
-        mixed = attended(observation.hidden_states, block.pos[:, 0], query, key, value)
+        mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
         here = block.k.shape[1]
         output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), here), over_heads.own(bias, here)
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
@@ -82,5 +82,5 @@ def attention_gate(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = make_selection(Gate(Gates.given(table)), budget, sinks, recent)
-    return Method(select=select, side_store=Pages(Flagged(above), page))
+    select = make_selection(Gate(AttentionGateTable.given(table)), budget, sinks, recent)
+    return Method(select=select, side_store=Pages(ThresholdBudgets(above), page))

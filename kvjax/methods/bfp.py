@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.ordered import Ordered
+from kvjax.cache.codecs.ordered import SortedChannels
 from kvjax.cache.codecs.per_token import Rows
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
@@ -37,4 +37,4 @@ def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     and each of key and value, and 4 H for the order of a head of size H.
     """
     rows = Rows(BlockFloat(bits, block))
-    return Method(k=Ordered(rows) if sort else rows, v=rows)
+    return Method(k=SortedChannels(rows) if sort else rows, v=rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.calibration.bases import JointBases
 from kvjax.cache.codecs.low_rank import FromTable
-from kvjax.cache.codecs.recent import Recent
+from kvjax.cache.codecs.recent import ExactWindow
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -40,4 +40,4 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     """
     bases = JointBases.given(table)
     k, v = FromTable(0, table=bases, of="bare_keys", share=keys), FromTable(0, table=bases, share=values)
-    return Method(k=Recent(k, window), v=Recent(v, window))
+    return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.codecs.channels import Channels
 from kvjax.cache.codecs.outliers import ByChannel, ByToken
-from kvjax.cache.codecs.residual import Residual
+from kvjax.cache.codecs.residual import LowRankResidual
 from kvjax.cache.codecs.tokens import Tokens
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
@@ -46,6 +46,6 @@ def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, ever
     Attention in the prompt is exact.
     """
     return Method(
-        k=Residual(Channels(bits, every), ByChannel(share), rank, later),
-        v=Residual(Tokens(bits, every), ByToken(share), rank, later),
+        k=LowRankResidual(Channels(bits, every), ByChannel(share), rank, later),
+        v=LowRankResidual(Tokens(bits, every), ByToken(share), rank, later),
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.cache.codecs.exact_prefix import FirstExact
-from kvjax.cache.codecs.nonuniform import Levels, NonUniform
+from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec
 from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
-from kvjax.cache.codecs.sparse import Sparse
+from kvjax.cache.codecs.sparse import DenseAndSparse
 from kvjax.cache.eviction.representatives import Count
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
-class BeyondQuantiles(Outliers):
+class QuantileOutliers(Outliers):
     """What does not lie between the quantiles share / 2 and 1 - share / 2 of a vector: at least its two ends."""
 
     mean_of_all = False
@@ -24,12 +24,12 @@ class BeyondQuantiles(Outliers):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfChannels(BeyondQuantiles, ByChannel):
+class ChannelQuantileOutliers(QuantileOutliers, ByChannel):
     """Outliers of each channel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTokens(BeyondQuantiles, ByToken):
+class TokenQuantileOutliers(QuantileOutliers, ByToken):
     """Outliers of each token."""
 
 
@@ -64,10 +64,10 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     values of each layer; without one they are those of NormalFloat (authors: by Fisher information). An outlier takes
     4 bytes beside itself in a key, and 1 in a value. Attention in the prompt is exact.
     """
-    levels = Levels.given(table) if table else None
-    keys = NonUniform(bits, every, "channel", levels, "keys")
-    values = NonUniform(bits, every, "token", levels, "values")
+    levels = LevelTable.given(table) if table else None
+    keys = NonUniformCodec(bits, every, "channel", levels, "keys")
+    values = NonUniformCodec(bits, every, "token", levels, "values")
     return Method(
-        k=FirstExact(Sparse(keys, OfChannels(outliers), pre_rope=True), first),
-        v=FirstExact(Sparse(values, OfTokens(outliers)), first),
+        k=FirstExact(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
+        v=FirstExact(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
     )

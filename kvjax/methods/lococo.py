@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.calibration.table_file import Given
 from kvjax.cache.eviction.convolution import Convolution, convolved
-from kvjax.cache.eviction.convolution_table import Convolutions
+from kvjax.cache.eviction.convolution_table import ConvolutionTable
 from kvjax.cache.eviction.scorers import Accumulated
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
@@ -20,7 +20,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolved:
+class ConvolutionMerge:
     """Of a budget the M slots that the table says mix tokens; all others are heavy hitters, or recent (2406.05317)."""
 
     given: Given
@@ -65,4 +65,4 @@ def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method
     with kvjax are made as by `kvjax calibrate lococo`.
     """
     select = make_selection(Accumulated(), budget, 0, recent)
-    return Method(select=select, merge=Convolved(Convolutions.given(table), budget, recent))
+    return Method(select=select, merge=ConvolutionMerge(ConvolutionTable.given(table), budget, recent))

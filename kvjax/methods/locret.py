@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.calibration.table_file import Given
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.retaining import RetainingHeads, by_head, retained
+from kvjax.cache.eviction.retaining import RetainingHeads, group_by_head, retained
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -22,7 +22,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Retaining(Scorer):
+class RetainingScorer(Scorer):
     """The causal importance of a token: fc2 silu(fc1 [q, k, v]), a number for each key/value head (2410.01805).
 
     q, k and v are those of the token itself, in all heads and before rotation: what follows changes nothing of it.
@@ -34,7 +34,7 @@ class Retaining(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
         fc1, fc2 = self.given.of(spec, fc1=(None, columns), fc2=(K, None)).values()
-        weights = (jnp.asarray(x, jnp.float32) for x in (by_head(fc1, spec), fc2))
+        weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
         fc1, fc2 = (over_heads.own(x, block.k.shape[1]) for x in weights)
         return token_scores(retained(block, self.require_observation(observation), fc1, fc2, spec.rope), block)
 
@@ -64,5 +64,5 @@ def locret(
     of kind `locret`, whose class says how released weights are laid out; those that ship with kvjax are fitted, as
     `kvjax calibrate locret` does, by linear regression where the paper trains for 3,000 steps.
     """
-    scorer = Retaining(RetainingHeads.given(table))
+    scorer = RetainingScorer(RetainingHeads.given(table))
     return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
 from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
@@ -57,7 +57,7 @@ def mikv(
     coded = Tokens(low, group=group)
     held = Rows(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(Accumulated(), share, Balanced(coded), coded, recent)
+        tier = BalancedTier(Accumulated(), share, ChannelBalancer(coded), coded, recent)
     else:
         tier = Tier(Accumulated(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

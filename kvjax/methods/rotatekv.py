@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.across_heads import AcrossHeads
+from kvjax.cache.codecs.across_heads import CrossHeadRotation
 from kvjax.cache.codecs.exact_prefix import FirstExact
 from kvjax.cache.codecs.per_token import Rows
-from kvjax.cache.codecs.zero_point import ZeroPoint
+from kvjax.cache.codecs.zero_point import ZeroPointQuantizer
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -42,6 +42,6 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
     models). On several devices keys are gathered from all of them to be read. Takes H bits / 8 + 4 bytes for each of a
     key and a value, per token and head of size H. Attention in the prompt is exact.
     """
-    quantiser = ZeroPoint(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = AcrossHeads(Rows(quantiser), heads, Bases.given(table) if table else None)
+    quantiser = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
+    keys = CrossHeadRotation(Rows(quantiser), heads, Bases.given(table) if table else None)
     return Method(k=FirstExact(keys, sinks), v=FirstExact(Rows(quantiser, "hadamard"), sinks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.stairs import Staircase
+from kvjax.cache.codecs.stairs import StaircaseQuantizer
 from kvjax.cache.method import Method
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -42,4 +42,6 @@ def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> Method:
         steps = tuple(int(b) for b in bits.split("-"))
     except ValueError:
         raise KvjaxError(f"bits must be numbers with '-' between them, got {bits!r}; for example '8-4-2'") from None
-    return Method(k=Staircase(steps, group, "channel", every), v=Staircase(steps, group, "token", every))
+    return Method(
+        k=StaircaseQuantizer(steps, group, "channel", every), v=StaircaseQuantizer(steps, group, "token", every)
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.prompt_adaptive import TiersByPrompt
-from kvjax.cache.codecs.thin import Thin
+from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
@@ -19,10 +19,10 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class Older(TiersByPrompt):
+class OlderTokens(TiersByPrompt):
     """All tokens that a prompt leaves but the last `recent`, which stay in the slots at full width."""
 
-    k: Thin
+    k: ChannelPruner
     recent: int = 32
     v: Codec = Plain()
 
@@ -68,4 +68,4 @@ def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
     prompt keep all channels, and so does what is decoded (32). queries: the last prompt queries by which channels are
     chosen (32). Over a selection, the keys that it leaves are thinned. Attention in the prompt is exact.
     """
-    return Method(side_store=Older(Thin(share, queries), recent))
+    return Method(side_store=OlderTokens(ChannelPruner(share, queries), recent))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.ends import Ends
-from kvjax.cache.codecs.even import EvenSteps
+from kvjax.cache.codecs.ends import ExactEndLayers
+from kvjax.cache.codecs.even import UniformQuantizer
 from kvjax.cache.codecs.lloyd import LloydMax
 from kvjax.cache.codecs.per_token import Rows
 from kvjax.cache.codecs.quantizers import Fp8
@@ -43,4 +43,4 @@ def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int
     key and H v_bits / 8 + 4 for a value, per token and head of size H.
     """
     keys = Rows(Fp8(scaled=False)) if k_bits == 8 else Rows(LloydMax(k_bits, correct), "hadamard")
-    return Method(k=Ends(keys, ends), v=Ends(Rows(EvenSteps(v_bits)), ends))
+    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(Rows(UniformQuantizer(v_bits)), ends))

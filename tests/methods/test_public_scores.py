@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.codecs.thin import Thin
+from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.cache.eviction.granularity import per_head
 from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, Window
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
@@ -180,7 +180,7 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
     window is that of ours, 32 queries.
     """
     block, seen = prompt()
-    codec, stays = Thin(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
+    codec, stays = ChannelPruner(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
 
     @jax.jit
     def held(k, pos, seen):

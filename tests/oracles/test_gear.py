@@ -12,7 +12,7 @@ import pytest
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.channels import Channels
 from kvjax.cache.codecs.outliers import ByChannel, ByToken
-from kvjax.cache.codecs.residual import Residual
+from kvjax.cache.codecs.residual import LowRankResidual
 from kvjax.cache.codecs.tokens import Tokens
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -33,10 +33,12 @@ def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     np.testing.assert_allclose(out, attended(d, hold("channel"), hold("token")), atol=2e-5)
 
 
-def codec_of(axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1) -> Residual:
+def codec_of(
+    axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1
+) -> LowRankResidual:
     if axis == "channel":
-        return Residual(Channels(bits, every), ByChannel(share), rank, later)
-    return Residual(Tokens(bits, every), ByToken(share), rank, later)
+        return LowRankResidual(Channels(bits, every), ByChannel(share), rank, later)
+    return LowRankResidual(Tokens(bits, every), ByToken(share), rank, later)
 
 
 def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
@@ -47,7 +49,7 @@ def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
 
 
 @functools.cache
-def encoded(codec: Residual) -> np.ndarray:
+def encoded(codec: LowRankResidual) -> np.ndarray:
     """What a prompt comes back as."""
     x, pos = tokens()
     run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))
@@ -67,7 +69,7 @@ def test_outliers_come_back_bit_for_bit(axis):
     assert exact >= 40
 
 
-def error(codec: Residual) -> float:
+def error(codec: LowRankResidual) -> float:
     """The sum of squares of what a prompt loses."""
     x, pos = tokens()
     return float(np.square(encoded(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.codecs.low_rank import Fitted, FromTable
-from kvjax.cache.codecs.recent import Recent
+from kvjax.cache.codecs.recent import ExactWindow
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from tests.contract import layer
 from tests.oracles import lowrank as oracle
@@ -130,7 +130,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
 
 def test_the_newest_tokens_are_exact_wherever_they_are_read():
     """Scores, mixes and single rows agree with what is decoded, and a token loses its exact copy when it is old."""
-    codec = Recent(Fitted(rank=2).at(layer.spec()), 3)
+    codec = ExactWindow(Fitted(rank=2).at(layer.spec()), 3)
     x = np.random.default_rng(0).normal(size=(1, K, 8, H)).astype(np.float32)
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.directions import between, by_length, likeness
+from kvjax.cache.codecs.directions import slerp, split_length, signed_squared_cosine
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import layer_axes, named
@@ -159,7 +159,7 @@ def test_padding_counts_for_nothing(index):
 
 def test_a_quarter_turn_by_hand():
     """Six tenths of it are 54 degrees."""
-    got = between(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
+    got = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
     np.testing.assert_allclose(got[0], [0.587785, 0.809017], atol=1e-6)
     np.testing.assert_allclose(oracle.between(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6)
 
@@ -167,20 +167,20 @@ def test_a_quarter_turn_by_hand():
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e3])
 def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
     a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)) * scale, jnp.float32)
-    unit = by_length(a)[1]
+    unit = split_length(a)[1]
     np.testing.assert_allclose(np.linalg.norm(unit, axis=-1), 1.0, atol=1e-6)
     for b, t, want in ((a, 0.6, unit), (-a, 0.6, -unit), (-a, 0.3, unit), (0 * a, 0.6, unit), (a * 2, 0.0, unit)):
-        np.testing.assert_allclose(between(a, b, t), want, atol=1e-5)
+        np.testing.assert_allclose(slerp(a, b, t), want, atol=1e-5)
     for b in (-a, 0 * a):
-        assert np.isfinite(between(0 * a, b, 0.6)).all() and np.isfinite(between(a, b, 0.5)).all()
+        assert np.isfinite(slerp(0 * a, b, 0.6)).all() and np.isfinite(slerp(a, b, 0.5)).all()
 
 
 def test_the_angle_is_the_same_whichever_layer_asks():
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
-    np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness)(b, a))
+    np.testing.assert_array_equal(signed_squared_cosine(a, b), jax.jit(signed_squared_cosine)(b, a))
     cos = np.array([np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
-    np.testing.assert_allclose(likeness(a, b), cos * np.abs(cos), atol=1e-3)
-    assert not np.asarray(likeness(0 * a, b)).any()
+    np.testing.assert_allclose(signed_squared_cosine(a, b), cos * np.abs(cos), atol=1e-3)
+    assert not np.asarray(signed_squared_cosine(0 * a, b)).any()
 
 
 def test_bytes_are_the_planned_ones_and_below_those_of_full():

@@ -29,7 +29,7 @@ class Reordered:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads(CodecWrapper):
+class CrossHeadRotation(CodecWrapper):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
 
     Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.

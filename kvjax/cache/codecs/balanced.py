@@ -22,7 +22,7 @@ class Weighted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Balanced(KeysByPrompt):
+class ChannelBalancer(KeysByPrompt):
     """Channels are multiplied by b = sqrt(max |q| / max |k|) and those of queries divided by it (MiKV, 2402.18096).
 
     Products stay what they are, and outliers are shared between both. The maxima are those of a prompt, over the query

@@ -74,17 +74,17 @@ class SharedDirections(Tiers):
         assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
+        exact = top(-signed_squared_cosine(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
         here = slots_where(exact, self.num_main_slots(most))
         there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
         return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
 
     def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""
-        lengths = by_length(mine.k)[0], by_length(mine.v)[0]
+        lengths = split_length(mine.k)[0], split_length(mine.v)[0]
         if self.paired_layer < 0:
             return Merged(None, None, *lengths, mine.pos)
-        k, v = (between(a, b, self.t).astype(a.dtype) for a, b in ((mine.k, other.k), (mine.v, other.v)))
+        k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((mine.k, other.k), (mine.v, other.v)))
         held = layer.as_held(KVBlock(k, v, mine.pos))  # lengths do not change when keys lose their rotation
         return Merged(layer.k.encode(held, mine.pos), layer.v.encode(v, mine.pos), *lengths, mine.pos)
 
@@ -129,12 +129,12 @@ class SharedDirections(Tiers):
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `side_store` shares directions between two layers and cannot work with slot `{name}`, "
+                    f"slot `side_store` shares directions slerp two layers and cannot work with slot `{name}`, "
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
 
 
-def by_length(x: Array) -> tuple[Array, Array]:
+def split_length(x: Array) -> tuple[Array, Array]:
     """Rows [... H] as (their lengths f32[...], their directions f32[... H]); a row of zeros has no direction."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1, keepdims=True)  # squares of small numbers would vanish
@@ -143,21 +143,21 @@ def by_length(x: Array) -> tuple[Array, Array]:
     return (scale * length)[..., 0], x / jnp.where(length > 0, length, 1.0)
 
 
-def between(a: Array, b: Array, t: float) -> Array:
+def slerp(a: Array, b: Array, t: float) -> Array:
     """The direction between those of rows a, b [... H], the share t of the angle away from a: f32[... H] (SLERP).
 
     Where the angle is next to 0 or to a half turn no plane is given, and the rows are mixed by their shares.
     """
-    a, b = by_length(a)[1], by_length(b)[1]
+    a, b = split_length(a)[1], split_length(b)[1]
     cos, most = (a * b).sum(-1, keepdims=True), 1 - 1e-6
     angle = jnp.arccos(jnp.clip(cos, -most, most))
     flat = jnp.abs(cos) > most
     of_a = jnp.where(flat, 1 - t, jnp.sin((1 - t) * angle) / jnp.sin(angle))
     of_b = jnp.where(flat, t, jnp.sin(t * angle) / jnp.sin(angle))
-    return by_length(of_a * a + of_b * b)[1]
+    return split_length(of_a * a + of_b * b)[1]
 
 
-def likeness(a: Array, b: Array) -> Array:
+def signed_squared_cosine(a: Array, b: Array) -> Array:
     """The cosine of the angle between rows a, b [... H], squared, with its sign: f32[...]; 0 for rows of zeros.
 
     The same bits in every program, whichever row comes first, since both layers of a pair must choose the same tokens:

@@ -21,7 +21,7 @@ class Even(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenSteps(Quantiser):
+class UniformQuantizer(Quantiser):
     """From a row's least to its greatest number in equal steps, both held in float16 (vLLM's values of TurboQuant).
 
     scale = max((max - min) / (2^bits - 1), 1e-8), code = floor((x - min) / scale + 1/2), x' = code * scale + min.

@@ -13,7 +13,7 @@ from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks
 from kvjax.cache.codecs.outliers import Outliers
 from kvjax.core import memory
-from kvjax.core.eigen import leading
+from kvjax.core.eigen import leading_eigenvectors
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 
@@ -30,7 +30,7 @@ class Mended:
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual(Codec):
+class LowRankResidual(Codec):
     """X = codes of (X - S) + L + S: GEAR (Kang et al. 2024, arXiv 2403.05527, section 4), for the tokens of a chunk.
 
     S are the outliers, which come back as they were. L is the best matrix of a rank for the error E that the codes
@@ -130,10 +130,10 @@ class Residual(Codec):
         n, H = error.shape[2:]
         across = error.swapaxes(2, 3)
         if n < H:
-            coordinates = leading(products(across), min(rank, n)).astype(dtype)
+            coordinates = leading_eigenvectors(products(across), min(rank, n)).astype(dtype)
             directions = _product(across, coordinates).astype(dtype)
         else:
-            directions = leading(products(error), min(rank, H)).astype(dtype)
+            directions = leading_eigenvectors(products(error), min(rank, H)).astype(dtype)
             coordinates = _product(error, directions).astype(dtype)
         width = min(max(self.rank, self.later), H)
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), directions

@@ -23,7 +23,7 @@ class Both:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Codec):
+class DenseAndSparse(Codec):
     """X = codes of (X - S) + S, where S are the outliers of X (KVQuant, Hooper et al. 2024, arXiv 2401.18079).
 
     What is far from the rest widens no range, and comes back as it was. pre_rope: whether it holds keys without their

@@ -36,7 +36,7 @@ class Stairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Staircase(Codec):
+class StaircaseQuantizer(Codec):
     """Staircase adaptive quantisation (Li 2024, arXiv 2410.18441), with KIVI's groups.
 
     bits: of the codes on each step, the newest first. Tokens stay as they came until `every` of them are there; then

@@ -26,7 +26,7 @@ class Few:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thin(KeysByPrompt):
+class ChannelPruner(KeysByPrompt):
     """Each head drops the `share` of its key channels, rounded down, that score lowest (ThinK, 2407.21018, section 3).
 
     A channel's score is the mean square of it in a row's last `num_queries` queries, over the query heads too, times

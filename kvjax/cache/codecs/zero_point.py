@@ -25,7 +25,7 @@ class Stepped(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPoint(Quantiser):
+class ZeroPointQuantizer(Quantiser):
     """From a row's least to its greatest number in equal steps, zero a whole number of steps away (RotateKV's code).
 
     With top = 2^bits - 1: scale = (clip max - clip min) / top, zero = round(-clip min / scale), code = round(x / scale)

@@ -31,7 +31,7 @@ RATE = 3e-3  # of learning, in calibration
 
 @table("lococo")
 @dataclasses.dataclass(frozen=True)
-class Convolutions(Kind):
+class ConvolutionTable(Kind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
     Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
@@ -70,7 +70,7 @@ class Convolutions(Kind):
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = halved(KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
         if not lost_tokens(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise KvjaxError(
@@ -103,7 +103,7 @@ class Texts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
+def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     """Texts with all of their queries [B K G T H], of whose earlier halves so many tokens are kept."""
     pos = block.pos[:, 0]
     first, asking = halves(block, Observation(q, pos))
@@ -122,7 +122,7 @@ def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     return Texts(earlier, choice, q, q_pos, later, merge([read(earlier), later]))
 
 
-def missed(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
+def relative_error(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
     """How far the queries' outputs are from those over all tokens, as a share of their squares."""
     kept = gather(texts.earlier, texts.choice.slots)
     kept = convolved(texts.earlier, kept, texts.choice, by, slots, 0)
@@ -145,7 +145,7 @@ def fitted(start: Convolution, texts: Texts, slots: int, window: int | None, ste
 def _step(
     by: Convolution, mean: Convolution, square: Convolution, count: Array, texts: Texts, slots: int, window: int | None
 ) -> tuple[Convolution, Convolution, Convolution]:
-    slope = jax.grad(missed)(by, texts, slots, window)
+    slope = jax.grad(relative_error)(by, texts, slots, window)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, slope)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, slope)
     first, second = RATE / (1 - 0.9**count), 1 / (1 - 0.999**count)

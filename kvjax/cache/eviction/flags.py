@@ -12,7 +12,7 @@ from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Flagged(HeadBudgets):
+class ThresholdBudgets(HeadBudgets):
     """Each head keeps the units whose scores are above a number, however many these are.
 
     Where the heads of a layer together flag more units than their budgets hold, the best of them all stay; of equals

@@ -23,7 +23,7 @@ SHARPNESS = 32.0  # in a calibrated gate, the logit that a token of root-mean-sq
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
 
 
-def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
+def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
     """Hidden states [B 1 T D] at pos i32[B T], weights [A D C], [A D C] and [A D E] -> f32[B A T E].
 
     A attention heads of C channels, each over all tokens of the prompt, those that follow included; no rotation.
@@ -40,7 +40,7 @@ def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) 
 
 @table("attention_gate")
 @dataclasses.dataclass(frozen=True)
-class Gates(Kind):
+class AttentionGateTable(Kind):
     """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
 
     `query`, `key` f32[A D C], `value` f32[A D E], `needs_output` f32[A E K], `bias` f32[K]. With x the hidden states
@@ -99,7 +99,7 @@ class Gates(Kind):
         D = x.shape[3]
         projection = jnp.asarray(self._projection(D, spec), jnp.float32)[None]
         by_row = scale[:, :, None, None]
-        mixed = attended(by_row * x, observation.pos, projection, projection, jnp.eye(D)[None])
+        mixed = gate_attention(by_row * x, observation.pos, projection, projection, jnp.eye(D)[None])
         return (mixed / by_row)[:, 0], scale
 
     def _projection(self, width: int, spec: LayerSpec) -> np.ndarray:

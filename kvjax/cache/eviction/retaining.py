@@ -32,15 +32,15 @@ def inputs(q: Array, pos: Array, k: Array, v: Array, rope: Rope) -> Array:
     return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
 
 
-def by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
+def group_by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
     """The first layer's weights [R (K*G+2*K)*H] as they are released, by the heads that they weigh: [K (G+2)*H R]."""
     K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     parts = np.split(fc1, [K * G * H, (K * G + K) * H], 1)
     return np.concatenate([x.reshape(-1, K, x.shape[1] // K) for x in parts], 2).transpose(1, 2, 0)
 
 
-def as_released(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
-    """The inverse of `by_head`."""
+def ungroup_heads(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
+    """The inverse of `group_by_head`."""
     G, H = spec.num_groups, spec.head_dim
     parts = np.split(weights.transpose(2, 0, 1), [G * H, (G + 1) * H], 2)
     return np.concatenate([x.reshape(len(x), -1) for x in parts], 1)
@@ -105,7 +105,7 @@ class RetainingHeads(Kind):
         covariance = counted["xx"][0] / tokens - x.T @ x
         covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
         linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)  # [K*(G+2)*H K], a column for a head
-        weights = as_released(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
+        weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
         same = np.eye(spec.num_kv_heads)
         both = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}
         return {name: array.astype(np.float32) for name, array in both.items()}
