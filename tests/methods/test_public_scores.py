@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.cache.eviction.granularity import per_head
 from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, Window
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
@@ -32,6 +31,7 @@ from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.kvzip import Repeated
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.think import ChannelPruner
 from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.eviction.convolution import Convolution
-from kvjax.cache.eviction.convolution_table import ConvolutionTable, split_texts, relative_error
+from kvjax.cache.eviction.convolution_table import ConvolutionTable, relative_error, split_texts
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
 from tests.contract import layer

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.retaining import RetainingHeads, ungroup_heads, group_by_head
+from kvjax.cache.eviction.retaining import RetainingHeads, group_by_head, ungroup_heads
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
