@@ -12,9 +12,9 @@ import pytest
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.channels import Channels
 from kvjax.cache.codecs.outliers import ByChannel, ByToken
-from kvjax.cache.codecs.residual import LowRankResidual
 from kvjax.cache.codecs.tokens import Tokens
 from kvjax.errors import KvjaxError
+from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer
 from tests.oracles import gear as oracle
 from tests.oracles.held import attended
