@@ -56,7 +56,7 @@ def test_ragged_chunks_are_single_steps():
 
 def test_numbers_of_codewords_take_one_byte_or_two():
     codes = jnp.asarray([[[3, 0]]], jnp.int32)
-    stored = [memory.pack(Codewords(words)._stored(codes)) for words in (256, 257)]
+    stored = [memory.pack(Codewords(words)._narrow(codes)) for words in (256, 257)]
     assert [buffer.data.dtype.itemsize for buffer in stored] == [1, 2]
     for buffer in stored:
         np.testing.assert_array_equal(memory.unpack(buffer)[..., 0], codes)
