@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from checkpoints_convert.conversion_plan import Plan, plan
 from checkpoints_convert.convert import Progress, size
-from checkpoints_convert.plan import Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.errors import KvjaxError
 from kvjax.generation.calls import logits
@@ -38,7 +38,7 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
 
     `compare_logits`: None does so if the packages for it are installed; it needs both models in memory, in float32.
     """
-    source, record = opened(src), checkpoint.manifest(dst)
+    source, record = opened(src), checkpoint.read_manifest(dst)
     todo = plan(source)
     problems = _config(todo.config, record.config) + _files(source, Path(dst))
     if not problems:
@@ -85,7 +85,9 @@ def _tensors(
     if progress:
         progress("", done, total)
     for name, bindings in todo.parts.items():
-        ours = {p: np.asarray(x) for p, x in flatten_dict({name: checkpoint.part(dst, name, record)}, sep="/").items()}
+        ours = {
+            p: np.asarray(x) for p, x in flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/").items()
+        }
         for b in bindings:
             if not np.array_equal(b.join(ours), read(b.source).astype(dtype)):
                 problems.append(f"{b.source}: differs")

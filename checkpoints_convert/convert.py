@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from checkpoints_convert.plan import TIED, Binding, Plan, plan
+from checkpoints_convert.conversion_plan import TIED, Binding, Plan, plan
 from checkpoints_convert.source import Source, opened
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer

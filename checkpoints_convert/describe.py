@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.convert import size
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import FLOATS, Tensor, opened
-from kvjax.errors import KvjaxError, printable
+from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
 
 Lines = dict[str, str]
@@ -21,11 +21,11 @@ def describe(directory: str | Path) -> Lines:
     """Label -> value, fit for a terminal; a Hugging Face checkpoint that cannot be converted says why."""
     path = Path(directory)
     lines = _ours(path) if (path / checkpoint.MANIFEST).is_file() else _theirs(path)
-    return {label: printable(value, keep="\n") for label, value in lines.items()}
+    return {label: escape_unprintable(value, keep="\n") for label, value in lines.items()}
 
 
 def _ours(path: Path) -> Lines:
-    record = checkpoint.manifest(path)
+    record = checkpoint.read_manifest(path)
     shapes = [tuple(x["shape"]) for x in record.parameters.values()]
     stored = [(shape, record.dtype, size(shape, np.dtype(record.dtype))) for shape in shapes]
     lines = {"format": "kvjax", "source": record.source} | _weights(stored)

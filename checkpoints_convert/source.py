@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.errors import KvjaxError, printable
+from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models.chat import ChatTemplate
 from kvjax.utils import json_documents
 
@@ -79,7 +79,7 @@ def opened(path: str | Path) -> Source:
         raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
     if importlib.util.find_spec("gguf") is None:
         raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
-    from checkpoints_convert.gguf_source import GgufSource
+    from checkpoints_convert.gguf.gguf_source import GgufSource
 
     return GgufSource(path)
 
@@ -109,7 +109,7 @@ class Directory:
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the directory, or None if there is no such file."""
         file = self.directory / name
-        return json_documents.parsed(file.read_bytes(), file) if file.is_file() else None
+        return json_documents.parse_object(file.read_bytes(), file) if file.is_file() else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files, which belong beside the converted weights, as they are.
@@ -154,7 +154,9 @@ class Directory:
     def _sharded(self, placed: dict[str, str]) -> dict[str, Tensor]:
         shards = sorted(set(placed.values()))
         if absent := [s for s in shards if not (self.directory / s).is_file()]:
-            raise KvjaxError(f"missing shards: {', '.join(map(printable, absent))}; copy them to {self.directory}")
+            raise KvjaxError(
+                f"missing shards: {', '.join(map(escape_unprintable, absent))}; copy them to {self.directory}"
+            )
         headers, problems = {}, []
         for shard in shards:
             try:
@@ -163,12 +165,12 @@ class Directory:
                 problems.append(str(e))
         # a shard that could not be read has been told of already: its tensors count as there
         problems += [
-            f"{printable(n)}: not in {printable(s)}, where {INDEX} says it is"
+            f"{escape_unprintable(n)}: not in {escape_unprintable(s)}, where {INDEX} says it is"
             for n, s in placed.items()
             if n not in headers.get(s, placed)
         ]
         problems += [
-            f"{printable(n)}: in {printable(s)} but not in {INDEX}"
+            f"{escape_unprintable(n)}: in {escape_unprintable(s)} but not in {INDEX}"
             for s, h in headers.items()
             for n in h
             if placed.get(n) != s
@@ -203,7 +205,9 @@ def header(file: Path) -> dict[str, Tensor]:
             return {n: Tensor(tuple(s.get_shape()), s.get_dtype(), file) for n, s in slices.items()}
     except (SafetensorError, OSError) as e:
         lost = beyond_the_end(file)
-        what = f"is truncated: it ends before {', '.join(map(printable, lost))}" if lost else f"is damaged ({e})"
+        what = (
+            f"is truncated: it ends before {', '.join(map(escape_unprintable, lost))}" if lost else f"is damaged ({e})"
+        )
         raise KvjaxError(f"{file} {what}; copy it again") from e
 
 

@@ -26,7 +26,7 @@ from kvjax import KvjaxError, Model
 from kvjax.cache.eviction.granularity import by_unit, evictable, split, top
 from kvjax.cache.eviction.representatives import Units
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
@@ -72,7 +72,7 @@ def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     """f32[B K T]: the mean attention of the queries length..end-1 to the tokens before them but the first."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))
-    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), NEG))
+    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), MASKED_LOGIT))
     mass = (p / total[..., None]).mean((2, 3))[:, :, :length]
     return mass.at[:, :, 0].set(0.0)
 

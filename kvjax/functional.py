@@ -29,7 +29,7 @@ from jax.core import Tracer
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared_prefix import SharedState
 from kvjax.core import memory
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode as _decode
 from kvjax.engine import plan as _plan
@@ -170,7 +170,7 @@ def decode(
     tokens, num_tokens = jnp.asarray(tokens, jnp.int32), _integer("num_tokens", num_tokens)
     if not isinstance(sampling, SamplingParams):
         raise KvjaxError(f"sampling is static, a value such as SamplingParams(temperature=0.7), got {sampling!r:.80}")
-    key = seeded(sampling.seed) if key is None else key
+    key = key_from_seed(sampling.seed) if key is None else key
     return _decode.decode(params, cache, tokens, num_tokens, Target(cache.config), sampling.sampler(), key)
 
 

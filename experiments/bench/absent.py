@@ -88,7 +88,7 @@ def _described(arguments: dict[str, Any], static: Sequence[str], mesh: Mesh | Ab
     """The arguments, with what says that an array lies in the same memory of another machine in place of each array."""
 
     def there(x: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=memory.kind(x))
+        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=memory.memory_kind(x))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return {name: x if name in static else jax.tree.map(there, x) for name, x in arguments.items()}

@@ -79,7 +79,7 @@ def array_bytes(tree: Any) -> dict[str, int]:
     """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
     total: dict[str, int] = dict.fromkeys(KINDS, 0)
     for x in jax.tree.leaves(tree):
-        total[memory.kind(x)] += x.size * x.dtype.itemsize
+        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
     return total
 
 

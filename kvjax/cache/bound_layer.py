@@ -192,7 +192,7 @@ class MethodLayer(StateOperations):
         if m.decode:
             if (m.side_store or m.select) and observation is not None:
                 # The softmax was summed over the whole prompt, of which some tokens are gone: a policy sums anew.
-                observation = observation._replace(softmax_sums=None)
+                observation = observation._replace(softmax_lse=None)
             slots, policy_state = m.decode.init(self, block, observation, num_slots)
             block = gather(block, slots)
         # Empty slots follow the tokens, for what is decoded later.
@@ -316,7 +316,7 @@ class MethodLayer(StateOperations):
         with jax.named_scope("read"):
             outside = [] if other_partial is None else [other_partial]
             if commit < T:
-                outside.append(attend_dense(q, new.after(commit), q_pos, self.spec.window))
+                outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.window))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
             found = m.read.read(
                 self, state, q, q_pos, functools.reduce(combine, outside) if outside else None, cross_layer

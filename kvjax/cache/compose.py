@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 
 
 def compose(a: KVMethod, b: KVMethod) -> Method:
@@ -45,8 +45,8 @@ def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
     return Host(codec) if isinstance(x, Host) or isinstance(y, Host) else codec
 
 
-def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> SlotTaken:
-    return SlotTaken(
+def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> ComponentConflict:
+    return ComponentConflict(
         slot,
         f"{_called(a)} and {_called(b)} both fill the slot `{slot}`: {x} and {y}; "
         f"leave one of them out, or set the slot with dataclasses.replace",

@@ -27,7 +27,7 @@ from kvjax.cache.protocol import (
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.state import as_one, as_rows, missing
 from kvjax.core import memory
-from kvjax.core.attention import NEG, attend_dense, combine, merge
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -132,7 +132,9 @@ class Shared:
         """Queries [B K G T H] of all rows over their prefixes, each of which is read once."""
         B, _, _, T, _ = q.shape
         part = self.prefix.partial(prefix, _gathered(q, members), _positions(q_pos, members))
-        return Partial(*(_scattered(x, members, (B, T), fill) for x, fill in zip(part, (0.0, NEG, 0.0), strict=True)))
+        return Partial(
+            *(_scattered(x, members, (B, T), fill) for x, fill in zip(part, (0.0, MASKED_LOGIT, 0.0), strict=True))
+        )
 
     def positions(self, state: SharedState) -> Array:
         """i32[B 1|K S]: those of the prefix, then the row's own."""

@@ -68,7 +68,7 @@ def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int
     for x in jax.tree.leaves(store):
         if x.shape[2:3] == (slots,):
             each = x.size * x.dtype.itemsize / (len(used) * slots)
-            total[memory.kind(x)] += sum(int(each * (slots - count)) for count in used)
+            total[memory.memory_kind(x)] += sum(int(each * (slots - count)) for count in used)
     return total
 
 
@@ -80,6 +80,6 @@ def remembered(key: Any, trace: Callable[[], Any]) -> dict[str, int]:
         # `jax.eval_shape` would not tell in which memory an array lies.
         total = {"device": 0, "pinned_host": 0}
         for x in trace().out_avals:
-            total[memory.kind(x)] += x.size * x.dtype.itemsize
+            total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
         _KNOWN[key] = total
     return _KNOWN[key]

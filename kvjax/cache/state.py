@@ -116,8 +116,8 @@ class StateOperations:
                     "(`kvjax.generation.reuse.full_kv`)"
                 )
         # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
-        there = memory.each(memory.to_device, state)
-        return memory.each(_placed_as, self._append(there, block.clean()), state)
+        there = memory.map_buffers(memory.to_device, state)
+        return memory.map_buffers(_placed_as, self._append(there, block.clean()), state)
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Queries of any rows over all slots, and over what is held apart."""
@@ -218,14 +218,14 @@ def as_rows(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> 
     """Rows which i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
         return layer.rows(state, which)
-    return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
+    return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)
 
 
 def as_one(layer: BoundLayer | None, states: list[Any]) -> Any:
     """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
     if isinstance(layer, BatchedLayer):
         return layer.joined(states)
-    return jax.tree.map(lambda *xs: memory.rearranged(_behind, *xs) if xs[0].ndim else xs[0], *states)
+    return jax.tree.map(lambda *xs: memory.apply_on_device(_behind, *xs) if xs[0].ndim else xs[0], *states)
 
 
 def _behind(*xs: Array) -> Array:

@@ -37,7 +37,9 @@ def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
     else:
         key, value = layer.reconstruction_error(state, exact)
         # What changes when host memory is blank was read from there.
-        blank = layer.reconstruction_error(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
+        blank = (
+            layer.reconstruction_error(memory.map_buffers(_blank, state), exact) if _on_host(state) else (key, value)
+        )
         hosts = tuple((a != b) & ~jnp.isnan(a) for a, b in zip((key, value), blank, strict=True))
 
     def by_position(x: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.core.attention import NEG, log_sum, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, visible
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, exportable
 
@@ -28,8 +28,8 @@ class Observation(NamedTuple):
     hidden_states: Array | None = None
     replay_scores: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
     paired_block: KVBlock | None = None  # the same prompt in the layer above or below, likewise
-    # f32[B K G Q], each query's `attention.log_sum` over the block, where it is known
-    softmax_sums: Array | None = None
+    # f32[B K G Q], each query's `attention.log_sum_exp` over the block, where it is known
+    softmax_lse: Array | None = None
 
 
 _NEVER = np.int32(2**30)  # a position behind all others
@@ -107,7 +107,7 @@ class _Look(NamedTuple):
         seen, found = visible(slots.pos, asking.pos, self.window), scores(asking.q, slots.k)
         if self.logit_transform is not None:
             found = self.logit_transform(found, asking.pos, slots.pos)
-        return jnp.where(seen, found, NEG), seen
+        return jnp.where(seen, found, MASKED_LOGIT), seen
 
     def if_seen(self, asking: _Asking, slots: _Slots, more: Callable[[Any], Any], before: Any) -> Any:
         """more(before), or `before` where no query can see a slot: those in the future, and those before the window."""
@@ -132,13 +132,13 @@ class _Look(NamedTuple):
             return self.if_seen(asking, slots, more, before), None
 
         shape = asking.q.shape[:-1]
-        (m, l), _ = lax.scan(over, vary((jnp.full(shape, NEG), jnp.zeros(shape))), self.pieces)
-        return log_sum(m, l)
+        (m, l), _ = lax.scan(over, vary((jnp.full(shape, MASKED_LOGIT), jnp.zeros(shape))), self.pieces)
+        return log_sum_exp(m, l)
 
     def attention(self, asking: _Asking, slots: _Slots, sums: Array) -> tuple[Array, Array]:
         """(weights f32[B K G T S] of softmaxes with these sums; which slots are seen, bool[B 1|K 1 T S])."""
         found, seen = self.logits(asking, slots)
-        return jnp.where(found > NEG / 2, jnp.exp(found - sums[..., None]), 0.0), seen
+        return jnp.where(found > MASKED_LOGIT / 2, jnp.exp(found - sums[..., None]), 0.0), seen
 
 
 def _summed(
@@ -161,8 +161,8 @@ def _summed(
     slots = min(at_once * at_once // queries, S)
     known = (
         None
-        if observation.softmax_sums is None or logit_transform is not None
-        else _pieces(observation.softmax_sums, 3, queries)
+        if observation.softmax_lse is None or logit_transform is not None
+        else _pieces(observation.softmax_lse, 3, queries)
     )
     asked = _Asking(
         _pieces(observation.q, 3, queries),

@@ -43,7 +43,7 @@ def unembed(x: Array, rows: Array) -> Array:
     return _summed(x, rows, dims)
 
 
-def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
+def compiler_options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
     """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
 
     Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program

@@ -70,7 +70,7 @@ class Buffer:
         return is_host(self.data)
 
 
-def each(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_buffers(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """`fun` of each buffer of a tree, and of what is in its place in other trees; what is no buffer stays as it is."""
 
     def apply(x: Any, *same_place: Any) -> Any:
@@ -81,10 +81,10 @@ def each(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def is_host(x) -> bool:
     """Whether an array, tracer or abstract value lives in host memory."""
-    return kind(x) == "pinned_host"
+    return memory_kind(x) == "pinned_host"
 
 
-def kind(x) -> str:
+def memory_kind(x) -> str:
     """Memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
     abstract: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
     return "pinned_host" if abstract.memory_space == HOST else "device"
@@ -161,13 +161,13 @@ def take(x: Array, idx: Array) -> Array:
     return gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
 
 
-def piece(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
+def slice_tokens(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
     """Of a device buffer seen as [B * K, S, W]: some rows from `row` and slots from `start`, in their own dtype."""
     data = buf.data.reshape(-1, *buf.data.shape[2:])
     return _value(lax.dynamic_slice(data, (row, start, 0), (rows, count, data.shape[2])), buf.dtype)
 
 
-def rows(buf: Buffer, idx: Array) -> Array:
+def gather_tokens(buf: Buffer, idx: Array) -> Array:
     """Rows at idx i32[B K n] -> [B K n W] in device memory; of a host buffer only these rows cross.
 
     Indices outside [0, S) are clipped. Call it on the buffer that `append` returned.
@@ -185,7 +185,7 @@ def _from_host(data: Array, idx: Array) -> Array:
     return _computed(gather, "device_host")(data, jax.device_put(idx, HOST))
 
 
-def products(buf: Buffer, q: Array) -> Array:
+def dot_products(buf: Buffer, q: Array) -> Array:
     """q [B K G T H] with all rows of a buffer [B K S H] -> f32[B K G T S] in device memory.
 
     Of a host buffer no row crosses: the host computes the products.
@@ -229,12 +229,12 @@ def _value(x: Array, dtype: Any) -> Array:
     return values.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize // dtype.itemsize)
 
 
-def rearranged(fun: Callable[..., Array], *arrays: Array) -> Array:
+def apply_on_device(fun: Callable[..., Array], *arrays: Array) -> Array:
     """Concrete arrays, wherever they lie: `fun` of them, computed on the device and placed as the first of them was."""
     return jax.device_put(fun(*(jax.device_put(x, DEVICE) for x in arrays)), arrays[0].sharding)
 
 
-class Installed(NamedTuple):
+class InstalledMemory(NamedTuple):
     """Bytes of memory, used or not; None where unknown."""
 
     device: int | None  # of all devices together
@@ -242,16 +242,16 @@ class Installed(NamedTuple):
     shared: bool  # whether both are the same memory
 
 
-def installed(devices: Iterable[Any]) -> Installed:
+def installed_memory(devices: Iterable[Any]) -> InstalledMemory:
     """What these devices and this machine have."""
     host, devices = None, list(devices)
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system tells
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if all(d.platform == "cpu" for d in devices):
-        return Installed(host, host, True)
+        return InstalledMemory(host, host, True)
     each = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
     known = [n for n in each if n is not None]
-    return Installed(sum(known) if len(known) == len(each) else None, host, False)
+    return InstalledMemory(sum(known) if len(known) == len(each) else None, host, False)
 
 
 def require_host_memory() -> None:

@@ -34,14 +34,14 @@ def spec(axes: str, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*(a if a in mesh.axis_names else None for a in named))
 
 
-def named(axes: str, mesh: Mesh) -> NamedSharding:
+def named_sharding(axes: str, mesh: Mesh) -> NamedSharding:
     """Axis letters -> sharding on a mesh."""
     return NamedSharding(mesh, spec(axes, mesh))
 
 
 def constrain(x: Array, axes: str, mesh: Mesh | None) -> Array:
     """Inside jit: x laid out by its axis letters; without a mesh, x."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, named(axes, mesh))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(axes, mesh))
 
 
 def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
@@ -54,7 +54,7 @@ def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
         )
 
 
-def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
+def axes_of_layer_array(shape: tuple[int, ...], rows: int, heads: int) -> str:
     """The axis letters of one array of a layer with so many rows and key/value heads, from its shape alone.
 
     The rule stands in `kvjax.cache.protocol`. Raises KvjaxError for a shape that cannot follow it.
@@ -75,14 +75,14 @@ def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
 def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None) -> Callable[..., Any]:
     """`fun` of a layer's arrays, run by each device on its own rows and heads; without a mesh, `fun` itself.
 
-    Which axes of arguments and results are divided says `layer_axes`. Arrays in host memory stay there, each device's
-    part in its own. Shapes of results are found by tracing `fun` as one device would run it.
+    Which axes of arguments and results are divided says `axes_of_layer_array`. Arrays in host memory stay there, each
+    device's part in its own. Shapes of results are found by tracing `fun` as one device would run it.
     """
     if mesh is None:
         return fun
 
     def spread(x: Any) -> PartitionSpec:
-        return spec(layer_axes(x.shape, rows, heads), mesh)
+        return spec(axes_of_layer_array(x.shape, rows, heads), mesh)
 
     def here(*args: Any) -> Any:
         with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
@@ -170,12 +170,12 @@ class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
     @staticmethod
-    def own(x: Array, here: int) -> Array:
+    def local_part(x: Array, here: int) -> Array:
         """Of what stands for all heads of the layer, x [K ...], the part of the `here` heads on this device."""
-        return lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 0)
+        return lax.dynamic_slice_in_dim(x, over_heads.first_head(here), here, 0)
 
     @staticmethod
-    def first(here: int) -> Array | int:
+    def first_head(here: int) -> Array | int:
         """Which head of the layer is the first of the `here` heads on this device."""
         axis = _heads_axis.get()
         return 0 if axis is None else lax.axis_index(axis) * here

@@ -13,17 +13,17 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
 
-def seeded(seed: int) -> Array:
+def key_from_seed(seed: int) -> Array:
     """The key of a seed of up to 64 bits; `jax.random.key` drops all but 32 of them, and gives the same key for these.
 
     Raises KvjaxError for anything else.
     """
-    high, low = divmod(checked_seed(seed), 2**32)
+    high, low = divmod(check_seed(seed), 2**32)
     key = jax.random.key(np.uint32(low))
     return jax.random.fold_in(key, np.uint32(high)) if high else key
 
 
-def checked_seed(seed: Any) -> int:
+def check_seed(seed: Any) -> int:
     """A seed as an int; raises KvjaxError unless it is an integer of up to 64 bits."""
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**64:
         raise KvjaxError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.60}")

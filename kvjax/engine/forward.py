@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import causal
+from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -105,7 +105,7 @@ def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
     """Runs tokens i32[B T] under exact causal attention, without a cache: logits f32[B T V]."""
 
     def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
-        return causal(q, k, v, window=config.window(i)), None
+        return causal_attention(q, k, v, window=config.window(i)), None
 
     pos = token_positions(tokens)
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]

@@ -29,7 +29,7 @@ class LayerPrompt(NamedTuple):
     output_projection: Array | None = None  # [1 K G H D]
     replay_scores: Array | None = None  # f32[B K S]
     paired: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer that this one is paired with
-    softmax_sums: Array | None = None  # f32[B K G Q], the log normalizer of each observed query
+    softmax_lse: Array | None = None  # f32[B K G Q], the log normalizer of each observed query
 
 
 def prompt_of_inputs(
@@ -37,7 +37,7 @@ def prompt_of_inputs(
     inputs: LayerInputs,
     lengths: Array,
     first_query: Array | int = 0,
-    softmax_sums: Array | None = None,
+    softmax_lse: Array | None = None,
 ) -> LayerPrompt:
     """A whole prompt as the decoder's layer made it.
 
@@ -46,7 +46,7 @@ def prompt_of_inputs(
       inputs: queries, keys and values of all tokens of the prompts.
       lengths: i32[B], of the prompts.
       first_query: position of the first query in `inputs`, one number or i32[B].
-      softmax_sums: f32[B K G T], the log normalizers of the queries, where attention left them.
+      softmax_lse: f32[B K G T], the log normalizers of the queries, where attention left them.
     """
     return LayerPrompt(
         inputs.k,
@@ -54,7 +54,7 @@ def prompt_of_inputs(
         select_queries(layer, inputs.q, first_query, lengths),
         hidden=inputs.hidden[:, None] if layer.needs.hidden_states else None,
         output_projection=inputs.output_projection if layer.needs.output_projection else None,
-        softmax_sums=softmax_sums,
+        softmax_lse=softmax_lse,
     )
 
 
@@ -104,7 +104,7 @@ def observed_block(
         hidden_states=prompt.hidden,
         replay_scores=prompt.replay_scores,
         paired_block=paired,
-        softmax_sums=prompt.softmax_sums,
+        softmax_lse=prompt.softmax_lse,
     )
 
 
@@ -127,7 +127,7 @@ def encode_prompt(
         k=cut(prompt.k),
         v=cut(prompt.v),
         q=cut(prompt.q, 3) if observes_all else prompt.q,
-        softmax_sums=cut(prompt.softmax_sums, 3) if observes_all else prompt.softmax_sums,
+        softmax_lse=cut(prompt.softmax_lse, 3) if observes_all else prompt.softmax_lse,
         hidden=cut(prompt.hidden),
         replay_scores=cut(prompt.replay_scores),
         paired=None if prompt.paired is None else tuple(map(cut, prompt.paired)),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, last_positions
 from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import attend_dense, causal, causal_with_sums, merge
+from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.engine import sharded_layer
@@ -87,18 +87,18 @@ class FullPrefill(ForwardMode):
     ) -> tuple[Array, Any, Any]:
         q, k, v = inputs[:3]
         needs = call.layer.needs
-        first_query, softmax_sums = 0, None
+        first_query, softmax_lse = 0, None
         if call.selects_queries and self.num_observed is not None:
             block = KVBlock(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
             out = merge([attend_dense(q, block, query_pos, call.window, needs.prompt_pattern)])
         else:
-            out, sums = causal_with_sums(q, k, v, window=call.window, pattern=needs.prompt_pattern)
+            out, sums = causal_attention_with_lse(q, k, v, window=call.window, pattern=needs.prompt_pattern)
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
-                softmax_sums = sums
-        prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_sums)
+                softmax_lse = sums
+        prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_lse)
         return out, encode_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
 
 
@@ -121,7 +121,7 @@ class ChunkedPrefill(ForwardMode):
             return out, state, cross_layer
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
-        out = causal(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
+        out = causal_attention(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))

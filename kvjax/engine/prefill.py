@@ -31,7 +31,7 @@ from kvjax.engine.forward import (
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
 from kvjax.errors import KvjaxError
-from kvjax.models.decoder import pick
+from kvjax.models.decoder import take_tokens
 
 SHORT_PROMPT_TOKENS = 512
 """Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' program."""
@@ -376,7 +376,7 @@ def _copy_chunk(
 def take_last(hidden: Array, lengths: Array | None) -> Array:
     """hidden [B T D] of each sequence's last token, that at lengths - 1 or, without lengths, the last of all: [B D]."""
     last = jnp.full(hidden.shape[:1], hidden.shape[1] - 1, jnp.int32) if lengths is None else lengths - 1
-    return pick(hidden, last[:, None])[:, 0]
+    return take_tokens(hidden, last[:, None])[:, 0]
 
 
 @jax.jit
@@ -384,7 +384,9 @@ def _keep_last(hidden: Array, lengths: Array, start: Array, earlier: Array) -> A
     """hidden [B C D] of the token at lengths - 1 where that is in this chunk, otherwise earlier [B D]."""
     at = lengths - 1 - start
     is_here = (at >= 0) & (at < hidden.shape[1])
-    return jnp.where(is_here[:, None], pick(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], earlier)
+    return jnp.where(
+        is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], earlier
+    )
 
 
 @jax.jit

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.core.attention import NEG
-from kvjax.core.random import checked_seed
+from kvjax.core.attention import MASKED_LOGIT
+from kvjax.core.random import check_seed
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
@@ -56,7 +56,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._set(temperature=self._checked_temperature(), seed=checked_seed(self.seed))
+        self._set(temperature=self._checked_temperature(), seed=check_seed(self.seed))
         # As plain numbers, which hash: those of JAX and NumPy are taken too.
         if self.top_k is not None:
             self._set(top_k=arguments.integer("top_k", self.top_k))
@@ -124,12 +124,12 @@ def filtered(s: Sampler, logits: Array) -> Array:
     if s.top_k is not None:
         keep &= (jnp.arange(x.shape[-1]) < s.top_k)[None]
     if s.top_p is not None:
-        p = jax.nn.softmax(jnp.where(keep, x, NEG), -1)
+        p = jax.nn.softmax(jnp.where(keep, x, MASKED_LOGIT), -1)
         keep &= jnp.cumsum(p, -1) - p < s.top_p  # the mass before this token has not reached p yet
     if s.min_p is not None:
         keep &= x >= x[:, :1] + jnp.log(s.min_p)
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
-    return jnp.where(keep, logits, NEG)
+    return jnp.where(keep, logits, MASKED_LOGIT)
 
 
 def row_keys(key: Array, batch: int, first: Array | int = 0) -> Array:

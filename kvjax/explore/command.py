@@ -13,7 +13,7 @@ from kvjax.explore.record import explored
 from kvjax.generation.inputs import token_ids
 from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
-from kvjax.utils.files import text_of
+from kvjax.utils.files import read_text_file
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
 MOST = 4096  # tokens of a text: beyond, a page is too large to open
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(file: Path) -> str:
-    text = text_of(file, "--text")
+    text = read_text_file(file, "--text")
     if not text.strip():
         raise KvjaxError(f"--text {file} has no text; give a file with some")
     return text

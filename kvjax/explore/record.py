@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxWarning
 from kvjax.explore import state
@@ -138,5 +138,5 @@ def _exact_attention(cache: Cache) -> np.ndarray:
 def _weights(watch: Watch, length: Array, window: int | None) -> Array:
     came = watch.came
     seen = visible(came.pos, length[:, None] - 1, window)
-    p, _, l = weights(jnp.where(seen, scores(watch.q, came.k), NEG))
+    p, _, l = weights(jnp.where(seen, scores(watch.q, came.k), MASKED_LOGIT))
     return (p / l[..., None])[0, :, :, 0].mean(1)

@@ -59,7 +59,7 @@ def _planned(
 def _check_memory(model: Model, device: int, host: int, what: str) -> None:
     """Raises KvjaxError for more bytes than the model's devices, or this machine, have in all."""
     held = model.params["embedding"]
-    there = memory.installed(held.devices() if isinstance(held, Array) else jax.devices()[:1])
+    there = memory.installed_memory(held.devices() if isinstance(held, Array) else jax.devices()[:1])
     needed = [(device + host, there.device)] if there.shared else [(device, there.device), (host, there.host)]
     for size, most in needed:
         if most is not None and size > most:

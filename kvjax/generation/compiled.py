@@ -56,7 +56,7 @@ def _jit(fun: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ..
 
 def options_for(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> Options:
     """The options for a program that multiplies `num_tokens` tokens with weights, as far as the compiler knows them."""
-    return _known(tuple(matmul.options(num_tokens, width, dtype, tied).items()))
+    return _known(tuple(matmul.compiler_options(num_tokens, width, dtype, tied).items()))
 
 
 @functools.cache

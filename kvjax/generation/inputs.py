@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.core.mesh import check_divides, named
+from kvjax.core.mesh import check_divides, named_sharding
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, TracedCall
 from kvjax.models.model import Model
@@ -32,7 +32,7 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
         return jnp.asarray(x)
     for letter, size in zip(axes.split(), x.shape, strict=False):
         check_divides(letter, size, model.mesh, "give a number of rows that does, or another mesh")
-    return jax.device_put(x, named(axes, model.mesh))
+    return jax.device_put(x, named_sharding(axes, model.mesh))
 
 
 def consecutive(model: Model, start: int, shape: tuple[int, int]) -> Array:

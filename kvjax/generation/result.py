@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.utils.display import shortened, table
+from kvjax.utils.display import shorten, table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -25,7 +25,7 @@ class Result:
     rows: int  # that each step decoded
 
     def __repr__(self) -> str:
-        first = shortened(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
+        first = shorten(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
         more = f" and {len(self.tokens) - 1} more" if len(self.tokens) > 1 else ""
         return f"Result({first} [{self.finish_reasons[0]}]{more}; {self._costs()})"
 

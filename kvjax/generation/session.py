@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
@@ -207,7 +207,7 @@ def start_decoding(
     with timer.timed():
         state = decode_loop.begin(
             last,
-            seeded(sampling.seed),
+            key_from_seed(sampling.seed),
             stopping.end_ids(model, eos_ids),
             sampler,
             num_tokens=max_new_tokens,

@@ -175,7 +175,7 @@ class WindowedRopeRetrieval(Retrieve):
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
         observation = require_observation(observation, "A2ATS", "all queries")
         q = self._move_queries(lax.stop_gradient(observation.q), observation.pos, spec)
-        return self.index.fit(_pre_rope(block, spec), observation._replace(q=q, softmax_sums=None))
+        return self.index.fit(_pre_rope(block, spec), observation._replace(q=q, softmax_lse=None))
 
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         return self.index.append(reader_state, _pre_rope(new, spec), at)

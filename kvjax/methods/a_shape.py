@@ -25,11 +25,11 @@ class AShape:
     def __post_init__(self):
         at_least("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def sees(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: Array, t: Array) -> Array:
         """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""
         return (s < self.sinks) | (s > t - self.recent)
 
-    def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
         """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
         some = (first < self.sinks) | (last > start - self.recent)
         beyond_sinks = jnp.maximum(first, self.sinks)

@@ -63,7 +63,7 @@ class TightBoxes(Boxes):
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
-        box = memory.each(
+        box = memory.map_buffers(
             lambda held, new: memory.append(held, new, first), reader_state.box, self.summarise(keys, real)
         )
         tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)

@@ -190,7 +190,10 @@ class Gate(Scorer):
             )
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
         num_own_heads = block.k.shape[1]
-        output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), num_own_heads), over_heads.own(bias, num_own_heads)
+        output, bias = (
+            over_heads.local_part(jnp.moveaxis(output, 2, 0), num_own_heads),
+            over_heads.local_part(bias, num_own_heads),
+        )
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
 

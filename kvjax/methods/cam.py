@@ -77,7 +77,7 @@ def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
 
 def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
     """f32[B K T]: uniform in [0, 1), by layer, head and position."""
-    head = over_heads.first(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
+    head = over_heads.first_head(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
     where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
     bits = draw(seed, *where) >> 8
     return bits.astype(jnp.float32) * np.float32(2**-24)

@@ -150,7 +150,7 @@ class CalibratedLabels(Retrieve):
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
-        own_order = over_heads.own(jnp.asarray(order), block.k.shape[1])
+        own_order = over_heads.local_part(jnp.asarray(order), block.k.shape[1])
         # Labels only choose which tokens are read, so no gradient passes through them.
         return self.index.fit_order(own_order, jax.tree.map(lax.stop_gradient, block))
 

@@ -14,7 +14,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock
@@ -50,7 +50,7 @@ class ExpectedAttention(Scorer):
         block = block.clean()
         logits = expected_logits(block.k, *self._to_come(block, self.require_observation(observation), spec.rope))
         readable = still_seen(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
-        p, _, l = weights(jnp.where(readable, logits, NEG))
+        p, _, l = weights(jnp.where(readable, logits, MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))

@@ -126,7 +126,7 @@ class LowRankResidual(Codec):
 
     def _low_rank(self, stored: GearState, slot: Array) -> Array:
         """Computes the rows of L for slots i32[B K n]: f32[B K n H]."""
-        coordinates = memory.rows(stored.coordinates, slot).astype(jnp.float32)
+        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
         prompt = _combine(coordinates, stored.prompt_basis[:, :, None])
         if not stored.chunk_bases.shape[2]:
             return prompt

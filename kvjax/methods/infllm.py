@@ -18,7 +18,7 @@ from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
 from kvjax.cache.readers.retrieval import slots_of_queries
 from kvjax.cache.readers.ring_buffer import Ring
 from kvjax.core import memory
-from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -212,7 +212,7 @@ class Blocks(Reader):
         B, K = state.reader_state.mass.shape[:2]
         slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
         place = jnp.broadcast_to(self._ring_of(state.reader_state.mass).place(slot), (B, K, self.block))
-        bare = layer.spec.rope.unrotate(memory.rows(state.reader_state.k, place), _of(state.pos, slot))
+        bare = layer.spec.rope.unrotate(memory.gather_tokens(state.reader_state.k, place), _of(state.pos, slot))
         mass = jnp.take_along_axis(state.reader_state.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
         return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
@@ -279,7 +279,7 @@ def _weighed(q: Array, block: KVBlock, seen: Array) -> tuple[Array, Partial]:
     s = scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
-    p, m, l = weights(jnp.where(seen, s, NEG))
+    p, m, l = weights(jnp.where(seen, s, MASKED_LOGIT))
     return p, Partial(mix(p, block.v), m, l)
 
 

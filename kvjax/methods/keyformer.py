@@ -102,7 +102,7 @@ class Keyformer(Policy):
         q_pos i32[B T], pos i32[B 1|K S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
+        head = over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
@@ -111,7 +111,7 @@ class Keyformer(Policy):
 
 def tempered(weights: Array, noise: Array, tau: Array) -> Array:
     """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
-    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.NEG)
+    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
     p, _, l = attention.weights(logits)
     return p / jnp.maximum(l, 1e-30)[..., None]
 

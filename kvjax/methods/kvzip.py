@@ -14,7 +14,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -86,7 +86,7 @@ class Repeated(Scorer):
 
         def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, asking = queries
-            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), NEG))
+            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), MASKED_LOGIT))
             given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
             return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
 

@@ -23,7 +23,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.core import memory
-from kvjax.core.attention import NEG, attend_dense, merge, weights
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, merge, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
@@ -234,7 +234,7 @@ def _convolve(x: Array, slot: Array, convolution: Convolution) -> Array:
         heads, convolution.weight, (1,), [(edge, edge)], dimension_numbers=axes, precision=lax.Precision.HIGHEST
     )
     logits = jax.nn.relu(logits + convolution.bias[None, :, None]).reshape(B, K, -1, T)
-    p, _, l = weights(jnp.where(real[:, :, None], logits, NEG))
+    p, _, l = weights(jnp.where(real[:, :, None], logits, MASKED_LOGIT))
     mix = jnp.einsum("bkmt,bktw->bkmw", p, x, precision=lax.Precision.HIGHEST)
     return mix / jnp.maximum(l, 1e-30)[..., None]
 

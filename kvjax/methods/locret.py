@@ -20,7 +20,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.rope import Rope
@@ -58,7 +58,7 @@ class RetainingHeads(Kind):
         earlier, later = halves(block, observation)
         target = greatest_logits(block, observation, later, spec.window)
         # A sliding window may hide a token from all later queries; such a token has no target.
-        has_target = earlier[:, :1] & over_heads.any(target > NEG / 2)
+        has_target = earlier[:, :1] & over_heads.any(target > MASKED_LOGIT / 2)
         own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
         every = jnp.moveaxis(over_heads.gather(own), 1, 2)
         x = jnp.where(has_target[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
@@ -135,7 +135,7 @@ class RetainingScorer(Scorer):
         K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
         fc1, fc2 = self.given.of(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
-        fc1, fc2 = (over_heads.own(x, block.k.shape[1]) for x in weights)
+        fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
 
         def run_network(q: Array, pos: Array, k: Array, v: Array) -> Array:
             x = network_inputs(q, pos, k, v, spec.rope)

@@ -15,7 +15,7 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.mixed_precision import Tiers
-from kvjax.core.attention import NEG, mix, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -108,7 +108,7 @@ class SharedDirections(Tiers):
         def attend(q: Array, q_pos: Array) -> Partial:
             # Lengths scale logits and attention weights, so that no full-size key or value is ever restored.
             s = scores(q, store.k) * store.k_length[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
         return by_query_blocks(attend, q, q_pos, 512)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvjax.cache.compose import compose
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.strings import parse
 
 LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
@@ -47,8 +47,8 @@ def verdict(a: str, b: str) -> Verdict:
     """Of two method strings at their default sizes."""
     try:
         method = compose(parse(a), parse(b))
-    except SlotTaken as clash:
-        return Verdict(False, BOTH[clash.slot])
+    except ComponentConflict as clash:
+        return Verdict(False, BOTH[clash.component])
     try:
         method.bind(LAYER)
         return Verdict(True)

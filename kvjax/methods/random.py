@@ -28,7 +28,7 @@ class Random(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
-        head = over_heads.first(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
+        head = over_heads.first_head(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
         bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
         return token_scores(bits.astype(jnp.float32) * np.float32(2**-24), block)
 

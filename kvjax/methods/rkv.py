@@ -56,7 +56,7 @@ class RKV(Scorer):
         """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
         seen = attention.visible(block.pos, observation.pos, window)[:, :, 0] & before[:, :, None]
         logits = attention.scores(observation.q, block.k).max(2)
-        p, _, l = attention.weights(jnp.where(seen, logits, attention.NEG))
+        p, _, l = attention.weights(jnp.where(seen, logits, attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
         return pooled(received, before, self.kernel, "max")
@@ -89,7 +89,7 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))
+    p, _, l = attention.weights(jnp.where(real, total / count, attention.MASKED_LOGIT))
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 

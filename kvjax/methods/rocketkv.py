@@ -12,7 +12,7 @@ from kvjax.cache.eviction.decode_policy import at_least
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
-from kvjax.core.attention import NEG, scores, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
@@ -52,7 +52,7 @@ class Hybrid(Boxes):
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
     def among(self, score: Array, candidates: Array) -> Array:
-        p, _, l = weights(jnp.where(candidates, score, NEG))
+        p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 
 

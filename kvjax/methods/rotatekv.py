@@ -145,7 +145,7 @@ class CrossHeadRotation(CodecWrapper):
         requested = over_heads.gather(idx).reshape(B, 1, -1)
         places = self.inner.gather(stored.inner, jnp.broadcast_to(requested, (B, K, requested.shape[2])))
         keys = self._restore_keys(places, stored.order).reshape(B, K, self.spec.num_kv_heads, n, self.spec.head_dim)
-        own_head = (over_heads.first(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        own_head = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return jnp.take_along_axis(keys, own_head, 2)[:, :, 0].astype(stored.dtype)
 
     def load(self, stored: ReorderedKeys) -> ReorderedKeys:
@@ -172,7 +172,7 @@ class CrossHeadRotation(CodecWrapper):
         assert self.spec is not None
         order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
         places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
-        return lax.dynamic_slice_in_dim(places, over_heads.first(num_own_heads), num_own_heads, 1)
+        return lax.dynamic_slice_in_dim(places, over_heads.first_head(num_own_heads), num_own_heads, 1)
 
     def _rotate_all_heads(self, x: Array) -> Array:
         """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
@@ -186,7 +186,7 @@ class CrossHeadRotation(CodecWrapper):
         inverse = jnp.argsort(order.reshape(order.shape[0], -1), -1)
         rotated = jnp.take_along_axis(every.reshape(*every.shape[:2], -1), inverse[:, None], -1)
         keys = self._rotate_groups(rotated).reshape(every.shape)
-        return lax.dynamic_slice_in_dim(keys, over_heads.first(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
+        return lax.dynamic_slice_in_dim(keys, over_heads.first_head(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
 
     def _rotate_groups(self, x: Array) -> Array:
         """Rotates each group of heads of x f32[... C]; the rotation is its own inverse."""

@@ -12,7 +12,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, newest_first, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock
@@ -125,7 +125,7 @@ def below_mean(block: KVBlock, observation: Observation, counts: Array, window: 
     def add(total, i):
         qi, ti = (lax.dynamic_slice_in_dim(x, i * at_once, at_once, a) for x, a in ((q, 3), (t, 1)))
         seen = visible(block.pos, ti, window)
-        p, _, l = weights(jnp.where(seen, scores(qi, block.k), NEG))
+        p, _, l = weights(jnp.where(seen, scores(qi, block.k), MASKED_LOGIT))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
         seen = seen[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(seen.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)

@@ -18,7 +18,7 @@ from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
@@ -121,7 +121,7 @@ class Shadow(SideStore):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             seen = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(seen, scores(q, landmarks), NEG))
+            p, _, l = weights(jnp.where(seen, scores(q, landmarks), MASKED_LOGIT))
             share = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             best, chunk = lax.top_k(jnp.where(seen, share, -1.0), min(self.budget // self.chunk, share.shape[4]))
             within = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)

@@ -15,7 +15,7 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, attend_scores, combine, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
@@ -123,7 +123,7 @@ class Speculative(Reader):
         s = self.k.scores(q, state.reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
-        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
     def _mixed(
         self,
@@ -142,11 +142,11 @@ class Speculative(Reader):
         exact = scores(q, rows.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, NEG)  # [B K G T n]
+        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
         slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
         replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
-        p, m, l = weights(jnp.where(replaced[:, :, None, None], NEG, s))
-        fetched = partial(hot, rows.v)
+        p, m, l = weights(jnp.where(replaced[:, :, None, None], MASKED_LOGIT, s))
+        fetched = attend_scores(hot, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
         total = part if guessed is None else combine(part, guessed)
 
@@ -156,7 +156,7 @@ class Speculative(Reader):
             return self._over_group(share[:, :, :, -1])
 
         low = last_share(p, m)
-        high = last_share(jnp.where(hot > NEG / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
+        high = last_share(jnp.where(hot > MASKED_LOGIT / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
         return part, _put(low, slot, high)
 
     def _over_group(self, w: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from kvjax.cache import compose as slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import KvjaxError, SlotTaken
+from kvjax.errors import ComponentConflict, KvjaxError
 from kvjax.methods.registry import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
@@ -42,12 +42,12 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
 def _compose_two(a: KVMethod, b: KVMethod) -> Method:
     try:
         return slots.compose(a, b)
-    except SlotTaken as taken:
+    except ComponentConflict as e:
         if not (remedy := _with_equal_heads(a, b)):
             raise
-        raise SlotTaken(
-            taken.slot,
-            f"{name_of(a)} and {name_of(b)} both fill the slot `{taken.slot}`; use {remedy!r}, which leaves it to one",
+        raise ComponentConflict(
+            e.component,
+            f"{name_of(a)} and {name_of(b)} both fill the slot `{e.component}`; use {remedy!r}, which leaves it to one",
         ) from None
 
 

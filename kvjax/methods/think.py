@@ -74,7 +74,7 @@ class ChannelPruner(KeysByPrompt):
         return dataclasses.replace(stored, kept=memory.append(stored.kept, _take_channels(x, stored.channels), at))
 
     def gather(self, stored: PrunedKeys, idx: Array) -> Array:
-        return self._widen(memory.rows(stored.kept, idx), stored)
+        return self._widen(memory.gather_tokens(stored.kept, idx), stored)
 
     def scores(self, q: Array, stored: PrunedKeys) -> Array:
         kept = memory.unpack(stored.kept)

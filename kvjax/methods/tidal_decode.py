@@ -15,7 +15,7 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -82,10 +82,12 @@ class PersistentTokens(Reader):
             s = logits(layer, state, q, q_pos, keys)
             p, m, l = weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
-            best, slot = lax.top_k(jnp.where(earlier, s, NEG), count)
+            best, slot = lax.top_k(jnp.where(earlier, s, MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
-            return ReadResult(Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > NEG / 2, pos, -1))
+            return ReadResult(
+                Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
+            )
 
         found = by_query_blocks(attend, q, q_pos, 64)
         return found._replace(cross_layer=jnp.moveaxis(found.cross_layer, 3, 2))

@@ -14,7 +14,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
@@ -58,7 +58,7 @@ class TriAttention(Scorer):
         readable = still_seen(block, spec.window)
         if self.normalise:
             heads = standardised(heads, readable)
-        heads = jnp.where(readable, heads, NEG)
+        heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
 

@@ -17,7 +17,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -75,7 +75,7 @@ class TurnedQueries(Scorer):
             bare = spec.rope.unrotate_queries(q, jnp.maximum(before, 0))
             turned = spec.rope.rotate_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
             allowed = visible(block.pos, there) & readable
-            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), NEG))
+            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 

@@ -116,7 +116,7 @@ def _config(file: Path | Traversable) -> dict[str, Any]:
     """`tokenizer_config.json`, empty where there is none."""
     if not file.is_file():
         return {}
-    return json_documents.parsed(_text(file), str(file))
+    return json_documents.parse_object(_text(file), str(file))
 
 
 def _default(found: Any, file: Path | Traversable) -> str | None:

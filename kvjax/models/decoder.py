@@ -36,13 +36,13 @@ class Attention(nn.Module):
         def linear(name, *a, **kw):
             return Linear(*a, **kw, dtype=self.dtype, name=name)
 
-        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(pick(x, last)), 1, 3)
+        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(take_tokens(x, last)), 1, 3)
         k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         if c.qk_norm:
             q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
-        q = rotate(q, *(pick(a, last)[:, None, None] for a in angles))
+        q = rotate(q, *(take_tokens(a, last)[:, None, None] for a in angles))
         k = rotate(k, *(a[:, None] for a in angles))
         out, state = attend(self.layer, q, k, v, x)
         out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
@@ -88,12 +88,12 @@ class Layer(nn.Module):
         with jax.named_scope("attention"):
             attention = Attention(c, self.layer, self.dtype, name="attention")
             y, state = attention(norm("attention_norm")(x), angles, attend, last)
-        x = pick(x, last) + y
+        x = take_tokens(x, last) + y
         with jax.named_scope("mlp"):
             return x + MLP(c, self.dtype, name="mlp")(norm("mlp_norm")(x)), state
 
 
-def pick(x: Array, last: Array | None) -> Array:
+def take_tokens(x: Array, last: Array | None) -> Array:
     """x [B T ...] at indices last i32[B Q] of each row, [B Q ...]; all of x without it."""
     return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(2, x.ndim)), 1)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint, conversations
 from kvjax.models.chat import ChatTemplate
@@ -96,7 +96,7 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     where = path if isinstance(path, pathlib.Path) else located(name)
     if isinstance(path, str) and isinstance(where, pathlib.Path) and not where.exists():
         raise _unknown(name)
-    config = checkpoint.manifest(where).config
+    config = checkpoint.read_manifest(where).config
     shardings = None if mesh is None else param_shardings(config, mesh)
     config, params = checkpoint.restore(where, dtype=dtype, shardings=shardings)
     tokenizer = Tokenizer.from_directory(where) if (where / "tokenizer.json").is_file() else None
@@ -113,16 +113,16 @@ def located(name: str) -> Any:
         return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"
-    from checkpoints_convert import packaged  # the converters stand on this file
+    from checkpoints_convert import package_models  # the converters stand on this file
 
-    return packaged.directory(name) if name in packaged.MODELS else path
+    return package_models.directory(name) if name in package_models.MODELS else path
 
 
 def _unknown(name: str) -> KvjaxError:
     """What to say where neither a directory nor a model has that name."""
-    from checkpoints_convert import packaged
+    from checkpoints_convert import package_models
 
-    names = ["testbed", *packaged.MODELS]
+    names = ["testbed", *package_models.MODELS]
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
     mean = f"did you mean {close[0]!r}? Models" if close else "models"
     return KvjaxError(
@@ -134,5 +134,5 @@ def _unknown(name: str) -> KvjaxError:
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """A model with random parameters: for tests and benchmarks, where only shapes and speed matter."""
-    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(seeded(seed))
+    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(key_from_seed(seed))
     return Model(config, params, name="random")

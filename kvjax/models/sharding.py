@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from kvjax.core.mesh import check_divides, named
+from kvjax.core.mesh import check_divides, named_sharding
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 
@@ -21,4 +21,6 @@ def param_shardings(config: Config, mesh: Mesh) -> dict:
     for letter, size in (("K", config.kv_heads), ("F", config.mlp_width), ("V", config.vocab_size)):
         check_divides(letter, size, mesh, "use a mesh axis that divides kv_heads, mlp_width and vocab_size")
     axes = nn.get_partition_spec(abstract_params(config, "float32"))
-    return jax.tree.map(lambda p: named(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(
+        lambda p: named_sharding(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )

@@ -21,7 +21,7 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
     return f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def shortened(text: str, most: int = 60) -> str:
+def shorten(text: str, most: int = 60) -> str:
     """A text as Python writes it, cut where it is long."""
     return repr(text if len(text) <= most else text[: most - 1] + "…")
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from kvjax.errors import KvjaxError
 
 
-def text_of(path: Path, called: str) -> str:
+def read_text_file(path: Path, called: str) -> str:
     """The text of a UTF-8 file; raises KvjaxError, by what the file is called, for one that cannot be read as such."""
     try:
         return path.read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def text_of(path: Path, called: str) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which takes the place of `path` once all of it is on disk.
 
     Whatever goes wrong before leaves `path` as it was, and nothing beside it. Of a link the file that it leads to is

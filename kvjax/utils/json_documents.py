@@ -24,7 +24,7 @@ def loads(content: str | bytes) -> Any:
     return found
 
 
-def parsed(content: str | bytes, where: str | Path, remedy: str = "copy it again") -> dict[str, Any]:
+def parse_object(content: str | bytes, where: str | Path, remedy: str = "copy it again") -> dict[str, Any]:
     """The JSON object of a document; raises KvjaxError naming where it is, and the remedy, for anything else."""
     try:
         found = loads(content)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvjax.errors import KvjaxError
 
 
-class InPackage(NamedTuple):
+class PackageFile(NamedTuple):
     """A file or folder in a package."""
 
     what: str

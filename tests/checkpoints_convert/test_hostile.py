@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.__main__ import main
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import INDEX, Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -176,9 +176,9 @@ def edited(directory: Path, change) -> str:
     raw = json.loads((directory / checkpoint.MANIFEST).read_text())
     raw.pop("digest")
     change(raw)
-    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint.of_json(raw)}))
+    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint.json_digest(raw)}))
     with pytest.raises(KvjaxError) as e:
-        checkpoint.manifest(directory)
+        checkpoint.read_manifest(directory)
     return str(e.value)
 
 
@@ -210,7 +210,7 @@ def test_manifests_made_to_do_harm(tmp_path, change, says):
 def test_a_deeply_nested_manifest_is_named(tmp_path):
     (tmp_path / checkpoint.MANIFEST).write_bytes(DEEP)
     with pytest.raises(KvjaxError, match="kvjax.json is damaged"):
-        checkpoint.manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path, capsys):
@@ -248,5 +248,5 @@ def test_a_full_disk_leaves_what_was_there(hf, tmp_path, monkeypatch, capsys, wh
             patched.setattr(where, fails)
             assert main(["convert", str(source), str(target), *options]) == 2
         assert "No space left" in capsys.readouterr().err
-    assert checkpoint.manifest(out).config.windows == (6, 6)
+    assert checkpoint.read_manifest(out).config.windows == (6, 6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama3", "out"]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.plan import plan
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.source import INDEX, Directory
 from kvjax.errors import KvjaxError
 from tests.fixtures import ROOT

@@ -19,7 +19,7 @@ from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, slots_of
 from kvjax.cache.readers.full import Full
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named, over_heads, per_device
+from kvjax.core.mesh import axes_of_layer_array, named_sharding, over_heads, per_device
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine import sharded_layer
@@ -119,7 +119,9 @@ def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
 
     given = inputs()
     if mesh is not None:
-        given = jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, B, K), mesh)), given)
+        given = jax.tree.map(
+            lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, B, K), mesh)), given
+        )
     return jax.jit(whole)(*given)
 
 
@@ -148,7 +150,7 @@ def test_c9_four_devices_give_what_one_gives(method, shape):
 
 
 def kind_of(x: jax.Array) -> tuple[Any, ...]:
-    return x.shape, x.dtype, memory.kind(x), x.sharding.memory_kind
+    return x.shape, x.dtype, memory.memory_kind(x), x.sharding.memory_kind
 
 
 def check_divided(x: jax.Array, data: int, model: int) -> None:
@@ -224,7 +226,7 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, K, 5)), jnp.float32)
 
     def of_all(x: jax.Array) -> dict[str, jax.Array]:
-        first = over_heads.first(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+        first = over_heads.first_head(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
         return {
             "sum": over_heads.sum(x),
             "mean": over_heads.mean(x),
@@ -249,13 +251,13 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
 
 def test_shapes_say_which_axes_are_divided():
     shapes = [(), (B,), (B, K), (B, K, 1), (B, 1, K), (1, K, 5), (1, 1, 5), (1,)]
-    assert [layer_axes(s, B, K) for s in shapes] == ["", "B", "B", "B K", "B", "1 K", "1", "1"]
+    assert [axes_of_layer_array(s, B, K) for s in shapes] == ["", "B", "B", "B K", "B", "1 K", "1", "1"]
 
 
 @pytest.mark.parametrize("shape", [(K,), (2, K, 5), (3, 5, K), (7, 3)])
 def test_a_shape_that_a_mesh_cannot_divide_is_an_error(shape):
     with pytest.raises(KvjaxError, match="cannot tell what belongs to which device"):
-        layer_axes(shape, 3, K)
+        axes_of_layer_array(shape, 3, K)
 
 
 def test_rows_that_do_not_divide_over_a_mesh_are_an_error():

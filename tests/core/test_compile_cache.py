@@ -29,7 +29,7 @@ from kvjax.testing import toy_model
     ],
 )
 def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
-    assert matmul.options(rows, width, dtype, tied) == told
+    assert matmul.compiler_options(rows, width, dtype, tied) == told
 
 
 def test_the_options_reach_the_compiler(monkeypatch):

@@ -12,7 +12,7 @@ import kvjax
 from docs.generate import __main__, catalogue, composition, equal_bytes, field, methods, parameters
 from docs.generate.catalogue import recipes
 from experiments.methods import MEASURED, measured
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.registry import FAMILIES, recipe
 from kvjax.methods.strings import parts_given
 from tests.helpers.documents import FENCE, check_command, commands
@@ -161,7 +161,7 @@ def test_the_table_of_pairs_says_what_composing_says():
         try:
             method = kvjax.compose(a, b)
             refused = False
-        except SlotTaken:
+        except ComponentConflict:
             refused = True
         except IncompatibleMethod:
             continue  # over a selection it may work

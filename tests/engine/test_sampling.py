@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.engine.sampling import SamplingParams, filtered, row_keys, sample
 from kvjax.errors import KvjaxError
 from kvjax.models.chat import ChatTemplate
@@ -25,7 +25,7 @@ LOGITS = jnp.asarray(np.log(P), jnp.float32)
 
 def kept(**fields) -> list[list[int]]:
     out = filtered(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
-    return [np.flatnonzero(row > NEG / 2).tolist() for row in np.asarray(out)]
+    return [np.flatnonzero(row > MASKED_LOGIT / 2).tolist() for row in np.asarray(out)]
 
 
 def test_greedy_takes_the_first_of_the_likeliest():

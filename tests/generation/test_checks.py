@@ -31,7 +31,7 @@ def small(monkeypatch, **sizes):
 
 
 def test_what_is_installed_is_known():
-    found = memory.installed(jax.devices())
+    found = memory.installed_memory(jax.devices())
     assert found.shared and (found.host is None or found.host > 2**28) and found.device == found.host
 
 

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named
+from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine import sharded_layer
@@ -221,7 +221,9 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
         return outs, states
 
     given = list(exact.prompts[LOWER:]), fresh
-    two = run(*jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, 3, 2), mesh)), given))
+    two = run(
+        *jax.tree.map(lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, 3, 2), mesh)), given)
+    )
     for state in two[1]:
         parts = [shard.data.shape for shard in state.side_store.k_length.addressable_shards]
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]

@@ -50,10 +50,10 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
     d = layer.data(dtype=dtype)
     q, rows = d.q[:, :, :, :2], memory.pack(d.k)
     want = jnp.einsum("bkgth,bksh->bkgts", q, d.k, preferred_element_type=jnp.float32)
-    run = jax.jit(memory.products)
+    run = jax.jit(memory.dot_products)
     for held in (rows, memory.to_host(rows)):
         found = run(held, q)
-        assert memory.kind(found) == "device" and found.dtype == jnp.float32
+        assert memory.memory_kind(found) == "device" and found.dtype == jnp.float32
         np.testing.assert_allclose(found, want, atol=1e-4)
 
 

@@ -162,7 +162,7 @@ def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
     at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
     one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
-    assert jax.tree.map(memory.kind, one) == jax.tree.map(memory.kind, empty)
+    assert jax.tree.map(memory.memory_kind, one) == jax.tree.map(memory.memory_kind, empty)
     got = jax.jit(codec.gather)(one, at[:, :, None])
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
     assert got.dtype == dtype

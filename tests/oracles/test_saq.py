@@ -70,7 +70,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
         return first, last, codec.decode(last), codec.gather(last, some)
 
     first, last, all_of, some = jax.jit(run)(dirty)
-    assert jax.tree.map(memory.kind, last) == jax.tree.map(memory.kind, first)
+    assert jax.tree.map(memory.memory_kind, last) == jax.tree.map(memory.memory_kind, first)
     assert all_of.dtype == some.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):

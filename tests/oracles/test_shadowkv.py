@@ -44,7 +44,7 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     bound, d = layer.bound(METHOD), layer.data()
     state = layer.prefill(bound, d)
     store = state.side_store.tokens
-    assert memory.kind(store.v.data) == "pinned_host" and memory.kind(store.k.rows.data) == "device"
+    assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
     for b, n in enumerate(map(int, d.lengths)):
         for h in range(layer.K):
             held, exact = oracle.divided(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)

@@ -132,7 +132,7 @@ def test_a_dtype_has_short_names(short, name, tmp_path):
     with checkpoint.Writer(tmp_path / "out", model.config, short) as writer:
         for part, tree in model.params.items():
             writer.put(part, tree)
-    assert checkpoint.manifest(tmp_path / "out").dtype == name
+    assert checkpoint.read_manifest(tmp_path / "out").dtype == name
     assert kvjax.load(tmp_path / "out").dtype == name
     assert kvjax.load(tmp_path / "out", dtype=short).dtype == name
     other = "float32" if name == "float16" else "float16"
@@ -141,7 +141,7 @@ def test_a_dtype_has_short_names(short, name, tmp_path):
             writer.put(part, tree)
     assert kvjax.load(tmp_path / "other", dtype=short).dtype == name
     assert convert(ROOT / "llama3", tmp_path / "converted", short)
-    assert checkpoint.manifest(tmp_path / "converted").dtype == name
+    assert checkpoint.read_manifest(tmp_path / "converted").dtype == name
 
 
 def test_what_is_no_dtype_is_refused_with_all_names(tmp_path):

@@ -75,7 +75,7 @@ import json, sys
 import kvjax
 none = {count}
 kvjax.KvjaxError
-print(json.dumps([none, "kvjax.errors" in sys.modules, "jax" in sys.modules, "flax" in sys.modules, "kvjax.generation" in sys.modules]))
+print(json.dumps([none, *(name in sys.modules for name in ("kvjax.errors", "jax", "flax", "kvjax.generation"))]))
 """
     assert asked(code) == [0, True, False, False, False]
 

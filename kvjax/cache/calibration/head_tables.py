@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.cache.calibration.table_kinds import Kind, table
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
@@ -78,7 +78,7 @@ class RetrievalHeads(Kind):
 
 def _looked_back(block: KVBlock, q: Array, q_pos: Array, period: Array, window: int | None) -> dict[str, Array]:
     """Of queries [B K G Q H], what they pay to earlier copies f32[B K G], and the number of such pairs f32[B K 1]."""
-    p, _, l = weights(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), NEG))
+    p, _, l = weights(jnp.where(visible(block.pos, q_pos, window), scores(q, block.k), MASKED_LOGIT))
     back = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query
     real = (q_pos[:, None, :, None] >= 0) & (block.pos[:, :, None] >= 0)
     which = {

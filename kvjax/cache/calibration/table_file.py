@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from kvjax.cache.protocol import LayerSpec
 from kvjax.errors import KvjaxError
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 
 FORMAT = "kvjax-table-1"
 SHAPE = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
@@ -131,7 +131,7 @@ def write(
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
     metadata |= {name: str(getattr(spec, SHAPE[name])) for name in SHAPE}
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(save(arrays, metadata))
     return path
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -27,14 +27,14 @@ def greatest_logits(
 ) -> Array:
     """f32[B K S]: the greatest logit that a slot gets from the asking queries bool[B Q] of its query heads.
 
-    Scaled dot products, before any softmax; NEG where no asking query sees the slot.
+    Scaled dot products, before any softmax; MASKED_LOGIT where no asking query sees the slot.
     """
 
     def add(greatest: Array, some: tuple[Array, Array]) -> tuple[Array, None]:
         q, pos = some
-        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), NEG)
+        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), MASKED_LOGIT)
         return jnp.maximum(greatest, logits.max((2, 3))), None
 
     size = min(queries_at_once, observation.pos.shape[1])
     queries = cut(observation.q, 3, size), cut(jnp.where(asking, observation.pos, -1), 1, size, -1)
-    return lax.scan(add, vary(jnp.full(block.k.shape[:3], NEG)), queries)[0]
+    return lax.scan(add, vary(jnp.full(block.k.shape[:3], MASKED_LOGIT)), queries)[0]

@@ -57,7 +57,7 @@ class Codec:
 
     def score_in_place(self, q: Array, stored: Any) -> Array:
         """`scores`, computed where the keys lie if the codec can; the base brings them to the device."""
-        return self.scores(q, self.load(memory.each(memory.to_device, stored)))
+        return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
     def mix(self, p: Array, stored: Any) -> Array:
         """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
@@ -116,10 +116,10 @@ class Plain(Codec):
         return memory.append(stored, x, at)
 
     def gather(self, stored: memory.Buffer, idx: Array) -> Array:
-        return memory.rows(stored, idx)
+        return memory.gather_tokens(stored, idx)
 
     def score_in_place(self, q: Array, stored: memory.Buffer) -> Array:
-        return memory.products(stored, q) * q.shape[-1] ** -0.5
+        return memory.dot_products(stored, q) * q.shape[-1] ** -0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,16 +172,16 @@ class Host(CodecWrapper):
         object.__setattr__(self, "inner", self.inner.on_host())
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
-        return memory.each(memory.to_host, self.inner.encode_prompt(x, pos, observation))
+        return memory.map_buffers(memory.to_host, self.inner.encode_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
-        return memory.each(memory.to_host, self.inner.encode(x, pos))
+        return memory.map_buffers(memory.to_host, self.inner.encode(x, pos))
 
     def decode(self, stored: Any) -> Array:
         return self.inner.decode(self.load(stored))
 
     def load(self, stored: Any) -> Any:
-        return self.inner.load(memory.each(memory.to_device, stored))
+        return self.inner.load(memory.map_buffers(memory.to_device, stored))
 
     def append(self, stored: Any, x: Array, at: Array) -> Any:
         return self.inner.append(stored, x, at)

@@ -151,14 +151,14 @@ class ChunkCodec(Codec):
         return self._rows(stored, slot, memory.unpack(stored.codes), own)
 
     def gather(self, stored: Chunks, idx: Array) -> Array:
-        own = None if stored.own is None else memory.rows(stored.own, idx)
-        return self._rows(stored, idx, memory.rows(stored.codes, idx), own)
+        own = None if stored.own is None else memory.gather_tokens(stored.own, idx)
+        return self._rows(stored, idx, memory.gather_tokens(stored.codes, idx), own)
 
     def _rows(self, stored: Chunks, slot: Array, words: Array, own: Array | None) -> Array:
         """The tokens in slots i32[B K n], of which the words and their own parts are given."""
         settled, shared = stored.num_quantized[:, None, None], stored.shared
         if shared is not None:
-            shared = memory.rows(shared, jnp.maximum(1 + self.chunk_of(stored, slot), 0))
+            shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_of(stored, slot), 0))
         codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
         held = self.restore(codes, own, shared)
         places = stored.recent.shape[2]

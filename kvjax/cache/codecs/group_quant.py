@@ -197,13 +197,13 @@ class Kivi(Codec):
     def coded_rows(self, stored: Any, idx: Array) -> Array:
         """`gather` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
         in_words = idx if self.packed == "channels" else idx // self.per
-        codes = memory.rows(stored.codes, in_words)
+        codes = memory.gather_tokens(stored.codes, in_words)
         if self.packed == "channels":
             codes = quant.unpack(codes, self.bits, 3)
         else:
             codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
         groups = idx // self.group if self.axis == "channel" else idx
-        scale, lo = memory.rows(stored.scale, groups), memory.rows(stored.lo, groups)
+        scale, lo = memory.gather_tokens(stored.scale, groups), memory.gather_tokens(stored.lo, groups)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
         return quant.dequantise(codes, scale, lo)
@@ -252,7 +252,7 @@ class Kivi(Codec):
         per_group = self.group if self.axis == "channel" else 1
 
         def of(buf, n):
-            return memory.piece(buf, row, rows, start // n, count // n)
+            return memory.slice_tokens(buf, row, rows, start // n, count // n)
 
         codes = quant.unpack(
             of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1

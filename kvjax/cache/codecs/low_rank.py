@@ -72,13 +72,13 @@ class LowRank(Codec):
 
     def gather(self, stored: Low, idx: Array) -> Array:
         if self.heads == 1:
-            return self._expanded(memory.rows(stored.rows, idx), stored)
+            return self._expanded(memory.gather_tokens(stored.rows, idx), stored)
         K, every = idx.shape[1], over_heads.gather(idx)  # each head has a part of what any of them asks for
         B, _, n = every.shape
         asked = jnp.broadcast_to(every.reshape(B, 1, -1), (B, K, every.shape[1] * n))
-        together = self._together(memory.rows(stored.rows, asked), stored)
+        together = self._together(memory.gather_tokens(stored.rows, asked), stored)
         of_heads = jnp.broadcast_to(together, (B, K, *together.shape[2:])).reshape(B, K, every.shape[1], n, -1)
-        own = (over_heads.first(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return self._expanded(jnp.take_along_axis(of_heads, own, 2)[:, :, 0], stored)
 
     def scores(self, q: Array, stored: Low) -> Array:
@@ -111,12 +111,12 @@ class LowRank(Codec):
         member = self._groups(K)[:, None] == jnp.arange(every // size, dtype=jnp.int32)[None]
         sums = jnp.einsum("bktr,ku->btur", own, member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         parts = over_heads.sum(sums[:, None]).reshape(B, T, every, r // size)
-        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first(K), K, 1).astype(x.dtype)
+        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first_head(K), K, 1).astype(x.dtype)
 
     def _groups(self, here: int) -> Array:
         """i32[K]: the group of each head of this device."""
         assert self.spec is not None
-        return (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
+        return (over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
 
     def _all(self, stored: Low) -> Array:
         """All coordinates; see `_together`."""
@@ -179,7 +179,7 @@ class FromTable(LowRank):
         return basis.reshape(K, H, -1)[:, :, :rank], mean.reshape(K, H)
 
     def directions(self, x: Array) -> tuple[Array, Array]:
-        basis, mean = (over_heads.own(jnp.asarray(array), x.shape[1])[None] for array in self._given())
+        basis, mean = (over_heads.local_part(jnp.asarray(array), x.shape[1])[None] for array in self._given())
         return basis, mean[:, :, None]
 
 
@@ -202,7 +202,7 @@ class Fitted(LowRank):
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
         by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
-        return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
+        return lax.dynamic_slice_in_dim(by_head, over_heads.first_head(K), K, 1), None
 
 
 @jax.custom_jvp

@@ -94,7 +94,7 @@ class ByToken(Outliers):
     def restored(self, stored: OfTokens | None, rows: Array, idx: Array, slots: int) -> Array:
         if stored is None:
             return rows
-        at, value = memory.rows(stored.at, idx), memory.rows(stored.value, idx)
+        at, value = memory.gather_tokens(stored.at, idx), memory.gather_tokens(stored.value, idx)
         channel = jnp.arange(rows.shape[3], dtype=jnp.int32)[None, None, None, None]
         here = at.astype(jnp.int32)[..., None] == channel
         return jnp.where(here.any(3), jnp.take_along_axis(value, jnp.argmax(here, 3), 3), rows)

@@ -135,14 +135,14 @@ class Rows(Codec):
         return Coded(jax.tree.map(memory.pack, self._coded(x)), x.shape[3], x.dtype.name)
 
     def decode(self, stored: Coded) -> Array:
-        return self._plain(memory.each(memory.unpack, stored.parts), stored.dtype)
+        return self._plain(memory.map_buffers(memory.unpack, stored.parts), stored.dtype)
 
     def append(self, stored: Coded, x: Array, at: Array) -> Coded:
-        parts = memory.each(lambda held, new: memory.append(held, new, at), stored.parts, self._coded(x))
+        parts = memory.map_buffers(lambda held, new: memory.append(held, new, at), stored.parts, self._coded(x))
         return dataclasses.replace(stored, parts=parts)
 
     def gather(self, stored: Coded, idx: Array) -> Array:
-        return self._plain(memory.each(lambda held: memory.rows(held, idx), stored.parts), stored.dtype)
+        return self._plain(memory.map_buffers(lambda held: memory.gather_tokens(held, idx), stored.parts), stored.dtype)
 
     def scores(self, q: Array, stored: Coded) -> Array:
         """A piece of heads and slots at a time, the query rotated once."""
@@ -169,7 +169,7 @@ class Rows(Codec):
     def _piece_of(self, stored: Coded) -> blockwise.Decode:
         def piece(row: Array, rows: int, start: Array | int, count: int) -> Array:
             return self.quantiser.decode(
-                memory.each(lambda held: memory.piece(held, row, rows, start, count), stored.parts)
+                memory.map_buffers(lambda held: memory.slice_tokens(held, row, rows, start, count), stored.parts)
             )
 
         return piece

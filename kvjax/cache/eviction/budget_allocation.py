@@ -87,7 +87,7 @@ class HeadBudgets:
         """The same of the heads on this device, whose scores are given."""
         here = scores.shape[1]
         every = self.allocate(over_heads.gather(scores), allowed, quota, beside)
-        return lax.dynamic_slice_in_dim(every, over_heads.first(here), here, 1)
+        return lax.dynamic_slice_in_dim(every, over_heads.first_head(here), here, 1)
 
 
 @dataclasses.dataclass(frozen=True)

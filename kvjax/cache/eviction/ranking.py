@@ -12,7 +12,7 @@ from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
 from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
@@ -64,8 +64,8 @@ class ModelRanking(LayerBudgets):
         """One layer's candidates on the scale on which layers are compared."""
         if not self.normalise:
             return found
-        # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
-        scored = found.scores > NEG
+        # A unit at MASKED_LOGIT or below is the last to stay, whatever the others score, and has no part in their sum.
+        scored = found.scores > MASKED_LOGIT
         of_heads = jnp.where(scored, jnp.abs(found.scores), 0.0).sum(-1, keepdims=True)
         scaled = found.scores / jnp.maximum(over_heads.sum(of_heads), 1e-30)
         return found._replace(scores=jnp.where(scored, scaled, found.scores))
@@ -161,6 +161,6 @@ class Counted(HeadBudgets):
     def allocate_local(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         """i32[B K] units of the heads on this device, beside those that stay in any case; see `HeadBudgets`."""
         here = scores.shape[1]
-        first = over_heads.first(here)
+        first = over_heads.first_head(here)
         mine = jnp.take(self.tokens, first + jnp.arange(here, dtype=jnp.int32), axis=1)
         return mine // self.size - beside[:, None]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
@@ -78,7 +78,7 @@ class Reader:
 
 
 def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
-    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus the slots' bias, NEG where hidden."""
+    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus bias, MASKED_LOGIT where hidden."""
     if layer.method.positions == "cache":
         s = _indexed_scores(layer, state, q, q_pos, keys)
     elif layer.k.pre_rope:
@@ -87,7 +87,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
         s = layer.k.scores(q, keys)
     if state.bias is not None:
         s = s + state.bias[:, :, None, None]
-    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
 
 def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:

@@ -14,7 +14,7 @@ from kvjax.cache.codecs.base import Plain
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
 from kvjax.core import memory
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
@@ -53,7 +53,7 @@ class Index:
 
     def load(self, reader_state: Any) -> Any:
         """The summaries as `score` takes them, from what `build` and `append` gave."""
-        return memory.each(memory.unpack, reader_state)
+        return memory.map_buffers(memory.unpack, reader_state)
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Any:
         """`build` of what a prompt leaves, by an index that asks for its queries."""
@@ -77,9 +77,9 @@ class Index:
         units = (T + self.size - 2) // self.size + 1  # that T tokens touch at most
         first = at // self.size
         touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
-        before = memory.each(lambda buffer: memory.rows(buffer, touched), reader_state)
+        before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
         after = self.join(before, self.summarise(*self._by_unit(new, at % self.size, units)))
-        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
+        return memory.map_buffers(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
 
     def _by_unit(self, block: KVBlock, offset: Array, units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block's first goes to place offset i32[B 1]."""
@@ -243,6 +243,6 @@ def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, 
     seen = (pos >= 0) & (pos <= t)
     if layer.spec.window is not None:
         seen &= pos > t - layer.spec.window
-    p, m, l = weights(jnp.where(seen[:, :, :, None], s, NEG))
+    p, m, l = weights(jnp.where(seen[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))

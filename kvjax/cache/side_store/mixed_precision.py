@@ -16,7 +16,7 @@ from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.side_store.base import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
@@ -85,7 +85,7 @@ class Tiers(SideStore):
             s = self.k.scores(q, keys)
             if store.bias is not None:
                 s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
         return by_query_blocks(attend, q, q_pos, 512)

@@ -24,7 +24,7 @@ from kvjax.cache.readers.base import by_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
 from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, attend_dense, mix, visible
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -133,7 +133,7 @@ class Pages(SideStore):
         Each device sees for once what the heads of all devices keep.
         """
         here = kept.k.shape[1]
-        number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
+        number = (over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
         number = number + jnp.arange(pages, dtype=jnp.int32)[None]  # i32[K pages], over all shelves
         length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
         owner, slot = _places(length, number, self.page)
@@ -171,7 +171,7 @@ class Pages(SideStore):
             parts = _attend_side_by_side if side_by_side else attend_dense
             part = parts(asking, block, q_pos, layer.spec.window)
             merged = _by_owner(part, owner, every.shape[1])
-            return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
+            return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first_head(here), here, 1) for x in merged))
 
         return by_query_blocks(attend, q, q_pos, 64)
 
@@ -276,9 +276,9 @@ def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | N
     s = jnp.moveaxis(s.reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
-    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
+    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, MASKED_LOGIT)[:, 0]
     m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
-    p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
+    p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))
 
@@ -286,7 +286,7 @@ def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | N
 def _by_owner(part: Partial, owner: Array, heads: int) -> Partial:
     """Partials of this device's pages, [B P G T ..] -> those of all heads over all pages, [B K G T ..]; log-sum-exp."""
     mine = owner[:, :, None] == jnp.arange(heads, dtype=jnp.int32)[None, None]  # [B P K]
-    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], NEG))[:, 0]
+    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], MASKED_LOGIT))[:, 0]
     top = jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1)
     weight = jnp.exp(part.m - top)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.core.attention import NEG, attend_dense
+from kvjax.core.attention import MASKED_LOGIT, attend_dense
 from kvjax.core.kernels.packed_kernel import ROWS, WORDS, Plan, kernel
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
@@ -136,7 +136,7 @@ def _programs(plan: Plan, splits: int | None, q, k: Codes, v: Codes, pos, q_pos,
 def _nothing(q: Array) -> Partial:
     """The partial over no slots."""
     zero = jnp.zeros(q.shape, jnp.float32)
-    return Partial(zero, jnp.full_like(zero[..., 0], NEG), zero[..., 0])
+    return Partial(zero, jnp.full_like(zero[..., 0], MASKED_LOGIT), zero[..., 0])
 
 
 def _unpack(words: Array, bits: int) -> Array:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.types import Array
 
 ROWS = 8  # queries of a program; with both halves 16 rows, the side of a tile of a tensor core
@@ -111,7 +111,7 @@ def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_re
         return jnp.zeros(shape, jnp.float32)
 
     o = (zero(2 * ROWS, plan.chunk),) * (plan.channels // plan.v_group)
-    carry = o, jnp.full((2 * ROWS,), NEG, jnp.float32), zero(2 * ROWS, 2 * WORDS)
+    carry = o, jnp.full((2 * ROWS,), MASKED_LOGIT, jnp.float32), zero(2 * ROWS, 2 * WORDS)
     o, m, l = lax.fori_loop(0, mine, block, carry)
     _store(plan, o, m.reshape(2, ROWS), l.sum(1).reshape(2, ROWS), o_ref, m_ref, l_ref)
 
@@ -125,7 +125,7 @@ def _store(plan: Plan, o, m, l, o_ref, m_ref, l_ref):
         x = (x.reshape(2, ROWS, plan.chunk) * w[..., None]).sum(0)
         mask = real[:, None] & (col < plan.v_group)
         triton.store(o_ref.at[row[:, None], c * plan.v_group + col], x, mask=mask)
-    triton.store(m_ref.at[row], jnp.where(top > NEG / 2, top * math.log(2), NEG), mask=real)
+    triton.store(m_ref.at[row], jnp.where(top > MASKED_LOGIT / 2, top * math.log(2), MASKED_LOGIT), mask=real)
     triton.store(l_ref.at[row], (l * w).sum(0), mask=real)
 
 
@@ -144,11 +144,11 @@ def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, cross_layer):
         s = []
         for j in steps:
             x = dot(q, keys(j).T) * (math.log2(math.e) * plan.channels**-0.5)
-            s.append(jnp.where(_visible(plan, refs, q_pos, settled, first, j), x, NEG))
+            s.append(jnp.where(_visible(plan, refs, q_pos, settled, first, j), x, MASKED_LOGIT))
         values = values or _values(plan, refs, settled, first)
         top = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(1))
         shrink = jnp.exp2(m - top)[:, None]
-        p = [jnp.where(x > NEG / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
+        p = [jnp.where(x > MASKED_LOGIT / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
         o, m, l = [x * shrink for x in o], top, functools.reduce(jnp.add, p, l * shrink)
         for j, x in zip(steps, p, strict=True):
             x = _beside(jnp.where(upper, x, 0.0), jnp.where(upper, 0.0, x)).astype(plan.dtype)

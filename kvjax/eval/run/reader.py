@@ -49,5 +49,5 @@ class Reader:
         return rows * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
 
     def _most(self) -> float:
-        there = memory.installed(jax.tree.leaves(self.model.params)[0].devices()).device
+        there = memory.installed_memory(jax.tree.leaves(self.model.params)[0].devices()).device
         return SHARE * (math.inf if there is None else there)

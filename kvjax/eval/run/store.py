@@ -23,7 +23,7 @@ from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
 from kvjax.models.model import Model, located
 from kvjax.utils import json_documents
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 from kvjax.utils.lock import claim
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
@@ -189,7 +189,7 @@ def _checked(
 
 
 def _write(path: Path, run: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(json.dumps(run, indent=1).encode() + b"\n")
 
 
@@ -243,5 +243,5 @@ def digest(name: str) -> str | None:
     where = located(name)
     if not (where / checkpoint.MANIFEST).is_file():
         return None
-    record = checkpoint.manifest(where)
+    record = checkpoint.read_manifest(where)
     return hashlib.sha256(json.dumps([record.config.to_json(), record.digests], sort_keys=True).encode()).hexdigest()

@@ -17,7 +17,7 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.models.model import Model
 from kvjax.utils import json_documents
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 
 HEADER, SEAL = "header", "seal"
 """The entries that are no arrays: what is said of these, and a digest of it."""
@@ -52,7 +52,7 @@ def write(
     said = json.dumps(header).encode()
     save: Callable[..., None] = np.savez_compressed if deflate else np.savez
     entries = {HEADER: said, SEAL: hashlib.sha256(said).digest(), **arrays}
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         save(file, **{name: _bytes(x) for name, x in entries.items()})
     return path
 

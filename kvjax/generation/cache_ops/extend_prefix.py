@@ -13,7 +13,7 @@ from kvjax.cache.protocol import Cache, slots_of
 from kvjax.cache.shared_prefix import Behind, Shared, members_of
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named, per_device
+from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
@@ -116,7 +116,7 @@ def _first_row(prefix: Cache, mesh: Mesh) -> tuple[Any, ...]:
 
     def one(x: Array) -> Array:
         row = jax.device_put(x, memory.DEVICE)[:1]
-        sharding = named(layer_axes(row.shape, 2, prefix.config.kv_heads), mesh)
+        sharding = named_sharding(axes_of_layer_array(row.shape, 2, prefix.config.kv_heads), mesh)
         kind = x.sharding.memory_kind
         return jax.device_put(row, sharding if kind is None else sharding.with_memory_kind(kind))
 

@@ -18,7 +18,7 @@ import numpy as np
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
 from kvjax.cache.shared_prefix import Shared, SharedState
 from kvjax.core import memory
-from kvjax.core.mesh import layer_axes
+from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -107,7 +107,7 @@ def _layers(
 
 def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
     """An array of a layer on the model's devices, in the kind of memory that it came from."""
-    axes = "" if model.mesh is None else layer_axes(x.shape, rows, model.config.kv_heads)
+    axes = "" if model.mesh is None else axes_of_layer_array(x.shape, rows, model.config.kv_heads)
     there = place(model, x, axes)
     return jax.device_put(there, memory.HOST) if host else there
 

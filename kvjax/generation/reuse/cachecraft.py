@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
@@ -149,7 +149,7 @@ def _to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None
     """Queries [B K G T H] over keys [B K T H] -> f32[B T C], mean of heads; member f32[B T C]: whose a key is."""
 
     def attend(q: Array, q_pos: Array) -> Array:
-        s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), NEG)
+        s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), MASKED_LOGIT)
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 

@@ -23,7 +23,7 @@ from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import take_last
 from kvjax.generation.reuse.full_kv import AllQueries
-from kvjax.models.decoder import Angles, pick
+from kvjax.models.decoder import Angles, take_tokens
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class PartialPrefill(ForwardMode):
             v = _put_tokens(known_v, v, self.chosen)
         query_pos = self.pos
         if state is not None or call.selects_queries:
-            query_pos = jnp.where(self.chosen >= 0, pick(self.pos, jnp.maximum(self.chosen, 0)), -1)
+            query_pos = jnp.where(self.chosen >= 0, take_tokens(self.pos, jnp.maximum(self.chosen, 0)), -1)
         out = attend_all(q, query_pos, KVBlock(k, v, self.pos[:, None]), call.window)
         return out, LayerPrompt(k, v, q[:, :, :, :0]), cross_layer
 
@@ -141,7 +141,7 @@ def prefill_partly(
 
 @jax.jit
 def _pick_angles(angles: Angles, at: Array) -> Angles:
-    return jax.tree.map(lambda x: pick(x, jnp.maximum(at, 0)), angles)
+    return jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
 
 
 @functools.partial(jax.jit, static_argnames="target")

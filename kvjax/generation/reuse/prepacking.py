@@ -83,7 +83,7 @@ class OwnPrompt:
 
     width: int
 
-    def sees(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: Array, t: Array) -> Array:
         """Whether both are of one prompt."""
         return s // self.width == t // self.width
 

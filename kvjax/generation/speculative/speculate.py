@@ -15,7 +15,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
 from kvjax.cache.state import missing
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
@@ -136,7 +136,7 @@ def _decoded(
     run_rounds = jit_with(all_rounds, ("ahead", "targets"), ("rounds",))
     with timer.timed():
         last, verifier, draft = first
-        rounds = start_rounds(last, seeded(params.seed), eos, s, length=length)
+        rounds = start_rounds(last, key_from_seed(params.seed), eos, s, length=length)
         rounds = dataclasses.replace(rounds, verifier=verifier, draft=draft)
         return jax.block_until_ready(run_rounds(**both, rounds=rounds, sampler=s, how=how, ahead=ahead))
 

@@ -12,12 +12,12 @@ from kvjax.models.checkpoint.manifest import (
     MANIFEST,
     VERSION,
     Manifest,
-    manifest,
-    of_json,
+    json_digest,
     parameter_shapes,
     part_names,
+    read_manifest,
 )
-from kvjax.models.checkpoint.reading import Shardings, part, restore
+from kvjax.models.checkpoint.reading import Shardings, read_part, restore
 from kvjax.models.checkpoint.writing import Writer, refuse_existing, save
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "Manifest",
     "Shardings",
     "Writer",
-    "manifest",
-    "of_json",
+    "read_manifest",
+    "json_digest",
     "parameter_shapes",
-    "part",
+    "read_part",
     "part_names",
     "refuse_existing",
     "restore",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from kvjax.errors import KvjaxError, printable
+from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
 from kvjax.utils import json_documents
@@ -55,15 +55,15 @@ class Manifest:
         """As text, with the format's name and version, and a digest of it all."""
         raw = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
         raw["config"] = json.loads(self.config.to_json())
-        return json.dumps(raw | {"digest": of_json(raw)}, indent=1) + "\n"
+        return json.dumps(raw | {"digest": json_digest(raw)}, indent=1) + "\n"
 
 
-def of_json(raw: Mapping[str, Any]) -> str:
+def json_digest(raw: Mapping[str, Any]) -> str:
     """SHA-256 of a JSON object, whatever its layout."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
-def digest_of(folder: Path, parameters: Mapping[str, Any]) -> str:
+def part_digest(folder: Path, parameters: Mapping[str, Any]) -> str:
     """SHA-256 over what the manifest says of a part, and the names and contents of the part's files."""
     total = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -81,7 +81,7 @@ def check_shapes(config: Config, found: Mapping[str, tuple[int, ...]], where: st
         )
     expected = parameter_shapes(config)
     problems = [f"{p}: missing" for p in expected if p not in found]
-    problems += [f"{printable(p)}: not a parameter of this config" for p in found if p not in expected]
+    problems += [f"{escape_unprintable(p)}: not a parameter of this config" for p in found if p not in expected]
     problems += [
         f"{p}: shape {list(found[p])}, the config says {list(s)}"
         for p, s in expected.items()
@@ -105,7 +105,7 @@ def _foreign(path: Path) -> KvjaxError:
     )
 
 
-def manifest(directory: str | Path) -> Manifest:
+def read_manifest(directory: str | Path) -> Manifest:
     """Reads and checks what a checkpoint directory says of itself; raises KvjaxError, with the remedy, if it cannot."""
     path = Path(directory)
     if not (path / MANIFEST).is_file():
@@ -130,7 +130,7 @@ def manifest(directory: str | Path) -> Manifest:
     except (KeyError, TypeError, AttributeError) as e:
         raise KvjaxError(f"{path / MANIFEST} is damaged ({e!r:.200}); convert the checkpoint again") from e
     check_shapes(config, shapes, str(path))
-    if digest != of_json(said):
+    if digest != json_digest(said):
         raise KvjaxError(f"{path / MANIFEST} is not what was written (its digest differs); convert it again")
     _check_files(path, record.files)
     return record

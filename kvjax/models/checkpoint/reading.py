@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import PARTS, Manifest, digest_of, manifest, part_names
+from kvjax.models.checkpoint.manifest import PARTS, Manifest, part_digest, part_names, read_manifest
 from kvjax.utils.arguments import float_type
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
@@ -41,17 +41,17 @@ def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]
     return find
 
 
-def part(
+def read_part(
     directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None
 ) -> Any:
     """Restores one top-level entry, checked against its digest, to `dtype` (default: as stored) and `shardings`."""
-    record = record or manifest(directory)
+    record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
     if not folder.is_dir():
         raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
-    if digest_of(folder, flat) != record.digests.get(name):
+    if part_digest(folder, flat) != record.digests.get(name):
         raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
     place = _sharding_of(shardings)
     places = {path: place(path) for path in flat}
@@ -78,6 +78,6 @@ def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> t
 
     Raises KvjaxError for a foreign, damaged, incomplete or newer directory.
     """
-    record = manifest(directory)
+    record = read_manifest(directory)
     names = part_names(record.parameters)
-    return record.config, {n: part(directory, n, record, dtype, shardings) for n in names}
+    return record.config, {n: read_part(directory, n, record, dtype, shardings) for n in names}

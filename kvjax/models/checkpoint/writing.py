@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, digest_of, part_names
+from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
 from kvjax.utils.arguments import float_type
 from kvjax.utils.lock import claim, is_same
 
@@ -105,7 +105,7 @@ class Writer:
             raise OSError(f"{folder} cannot be written ({e}); make room, or choose another destination") from e
         (folder / "commit_success.txt").unlink(missing_ok=True)  # Orbax's note of where it wrote
         self.parameters |= described
-        self.digests[name] = digest_of(folder, described)
+        self.digests[name] = part_digest(folder, described)
 
     def __exit__(self, kind, *_) -> None:
         try:

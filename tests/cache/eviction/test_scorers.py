@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.eviction.scorers import Accumulated, Window
-from kvjax.core.attention import causal_with_sums
+from kvjax.core.attention import causal_attention_with_lse
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
@@ -83,12 +83,12 @@ def test_queries_are_read_a_few_at_a_time():
 @pytest.mark.parametrize("window", [None, 9])
 def test_sums_that_are_known_change_nothing(window):
     block, obs = batch()
-    _, sums = causal_with_sums(obs.q, block.k, block.v, window=window)
+    _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
     summed = jax.jit(functools.partial(attention_mass, window=window, at_once=7))
     by = np.ones(obs.pos.shape, np.float32)
-    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_sums=sums), by), strict=True):
+    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_lse=sums), by), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    twice = summed(block, obs._replace(softmax_sums=sums - np.float32(np.log(2))), by)[0]
+    twice = summed(block, obs._replace(softmax_lse=sums - np.float32(np.log(2))), by)[0]
     np.testing.assert_allclose(twice, 2 * summed(block, obs, by)[0], atol=1e-5)  # they are what it divides by
 
 

@@ -49,7 +49,10 @@ def test_a_gpu_reads_host_rows_by_itself_unless_it_is_told_not_to(monkeypatch, s
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         text = (
-            jax.jit(lambda *args: memory.rows(*args)).trace(buffer, idx).lower(lowering_platforms=("cuda",)).as_text()
+            jax.jit(lambda *args: memory.gather_tokens(*args))
+            .trace(buffer, idx)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
         )
     assert ("__gpu$xla.gpu.triton" in text and "fetch_rows" in text) == by_kernel
     assert ('_xla_compute_type = "host"' in text) != by_kernel

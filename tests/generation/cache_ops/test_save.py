@@ -39,7 +39,7 @@ def test_it_answers_as_before(tmp_path, method):
     assert jax.tree.structure(again.cache) == jax.tree.structure(context.cache)
     for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
-        assert x.dtype == y.dtype and memory.kind(x) == memory.kind(y)
+        assert x.dtype == y.dtype and memory.memory_kind(x) == memory.memory_kind(y)
     assert again.bytes == context.bytes and again.method == context.method
     answers = (c.ask(QUESTIONS, max_new_tokens=4).tokens for c in (context, again))
     assert next(answers) == next(answers)

@@ -38,7 +38,7 @@ def test_cropping_takes_back_what_was_fed(method):
     before = kvjax.read(MODEL, DOCUMENTS, method, room=40)
     after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
     same(after, before)
-    kinds = [[memory.kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
+    kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
     assert kinds[0] == kinds[1]
 
 
@@ -97,7 +97,7 @@ def test_branches_and_joined_rows_are_the_rows(method):
     assert branched.rows == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y)[[0, 0, 1, 1]])
-        assert memory.kind(x) == memory.kind(y) and x.dtype == y.dtype
+        assert memory.memory_kind(x) == memory.memory_kind(y) and x.dtype == y.dtype
     np.testing.assert_array_equal(
         kvjax.cache_ops.branch(context.cache, 2).length, kvjax.cache_ops.rows(context.cache, [0, 0, 1, 1]).length
     )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from checkpoints_convert.conversion_plan import plan
 from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import IGNORED
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import Directory
 from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, ROOT, load_family

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from checkpoints_convert.gguf_pretokenizers import pre_tokenizer
-from checkpoints_convert.gguf_vocabulary import (
+from checkpoints_convert.gguf.pretokenizers import pre_tokenizer
+from checkpoints_convert.gguf.vocabulary import (
     AGAIN,
     BYTE,
     CONTROL,

@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from checkpoints_convert.config import translate
 from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.hf_config import translate
 from kvjax.errors import KvjaxError
 from kvjax.models import RopeScaling
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from checkpoints_convert import gguf_header
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
 from checkpoints_convert.convert import convert, read
 from checkpoints_convert.describe import describe
-from checkpoints_convert.gguf_source import GgufSource, weights
+from checkpoints_convert.gguf import header as gguf_header
+from checkpoints_convert.gguf.gguf_source import GgufSource, weights
 from checkpoints_convert.source import opened
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from tests.checkpoints_convert.gguf_files import write
+from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import FAMILIES, ROOT
 
 SLIDES_BY_LAYER = ("qwen2_sliding", "qwen3_sliding")  # which the format cannot say
@@ -52,7 +52,7 @@ def test_a_converted_file_is_checked_and_described(tmp_path, capsys):
     file = write(ROOT / "llama2", tmp_path / "tiny.gguf", "F16")
     assert main(["convert", str(file), str(tmp_path / "out"), "--dtype", "f16"]) == 0
     assert main(["check", str(file), str(tmp_path / "out"), "--tensors-only"]) == 0
-    record = checkpoint.manifest(tmp_path / "out")
+    record = checkpoint.read_manifest(tmp_path / "out")
     assert record.source == "llama checkpoint tiny.gguf" and record.dtype == "float16"
     lines = describe(file)
     assert lines["format"] == "GGUF, 1 file" and lines["convertible"] == "yes" and lines["tokenizer"] == "none"
@@ -93,7 +93,7 @@ def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers
     for name in source.tensors:
         np.testing.assert_array_equal(source.read(name), peer(name), err_msg=name)
     convert(source.path, tmp_path / "out")
-    assert checkpoint.manifest(tmp_path / "out").dtype == "float32"
+    assert checkpoint.read_manifest(tmp_path / "out").dtype == "float32"
 
 
 def in_two(file: Path) -> list[Path]:
@@ -160,7 +160,9 @@ def _changed(header, changes):
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.checkpoints_convert.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32))
+    monkeypatch.setattr(
+        "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32)
+    )
     with pytest.raises(KvjaxError, match="4 factors that are not those of the Llama 3 RoPE scaling"):
         opened(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
 

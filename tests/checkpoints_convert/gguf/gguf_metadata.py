@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints_convert import gguf_tokenizer
+from checkpoints_convert.gguf import tokenizer_files
 from kvjax.models.tokenizer import Tokenizer
 
 
@@ -19,6 +19,6 @@ def tiny(**changes) -> dict:
 
 
 def load(metadata: dict, directory: Path) -> Tokenizer:
-    for name, content in gguf_tokenizer.files(metadata).items():
+    for name, content in tokenizer_files.files(metadata).items():
         (directory / name).write_bytes(content)
     return Tokenizer.from_directory(directory)

@@ -11,10 +11,11 @@ import gguf
 import numpy as np
 from ml_dtypes import bfloat16
 
-from checkpoints_convert import gguf_config, gguf_header, gguf_tokenizer
-from checkpoints_convert.config import refuse_missing_layers
 from checkpoints_convert.families import family
-from checkpoints_convert.gguf_header import Stored
+from checkpoints_convert.gguf import config_json, tokenizer_files
+from checkpoints_convert.gguf import header as gguf_header
+from checkpoints_convert.gguf.header import Stored
+from checkpoints_convert.hf_config import refuse_missing_layers
 from checkpoints_convert.source import Tensor
 from kvjax.errors import KvjaxError
 
@@ -44,7 +45,7 @@ class GgufSource:
         self.format = f"GGUF, {len(self.parts)} file" + ("s" if len(self.parts) > 1 else "")
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         factors = weights(self.stored[ROPE_FACTORS]) if ROPE_FACTORS in self.stored else None
-        self.config = gguf_config.config(self.metadata, shapes, factors)
+        self.config = config_json.config(self.metadata, shapes, factors)
         refuse_missing_layers(self.config, len(self.stored))
         self.generation: dict[str, Any] | None = None
         self.names = _names(self.metadata["general.architecture"], self.config, self.stored)  # theirs -> the file's
@@ -52,7 +53,7 @@ class GgufSource:
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files, made of the metadata."""
-        return gguf_tokenizer.files(self.metadata)
+        return tokenizer_files.files(self.metadata)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, of codes what they stand for in float32, as Hugging Face has it."""

