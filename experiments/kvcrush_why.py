@@ -33,7 +33,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_querie
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.generation.reuse.full_kv import Exact, read_exactly
-from kvjax.methods.kvcrush import KVCrush, votes
+from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives
@@ -58,7 +58,7 @@ def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -
     select = layer.method.select
     found = select.scorer.scores(block, seen, layer.spec)
     units = _units(found.per_query_head, block, length)
-    return Layered(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
+    return Layered(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
 def _units(heads: Array, block: KVBlock, length: int) -> Units:
@@ -101,7 +101,7 @@ def kept(found: Layered, bits: Array, budget: int, kind: str) -> tuple[Array, Ar
 
 def _representatives(bits: Array, valid: Array, candidates: Array, count: Array, places: int) -> Array:
     """bool[B T], by KVCrush's own rule with these signatures."""
-    chosen = KVCrush(SHARE).by_signature(bits, Units(None, None, valid, candidates), count, places)
+    chosen = KVCrush(SHARE).choose_by_signature(bits, Units(None, None, valid, candidates), count, places)
     B, T = valid.shape
     at = jnp.where(chosen < 0, T, chosen)
     return jnp.zeros((B, T), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")

@@ -21,7 +21,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifting(Window):
+class ShiftingAttention(Window):
     """`Window`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
 
     gamma: float = 200.0
@@ -120,7 +120,7 @@ def cake(
     last queries, which are looked at and kept. kernel: tokens over which scores are averaged. gamma: what the variance
     counts beside the mean. tau1, tau2: the higher, the less spread and shift count. unit: as in `snapkv`.
     """
-    scorer = Shifting(window, kernel, "avg", gamma=gamma)
+    scorer = ShiftingAttention(window, kernel, "avg", gamma=gamma)
     if budget <= window + sinks:
         raise KvjaxError(
             f"every layer keeps its window of {window} and {sinks} sinks and at least one token more, got "

@@ -21,7 +21,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class ValueSpread:
     """Values of lost tokens go in equal parts into the next `window` kept ones, or nowhere, as chance has it.
 
     The probability is the lost token's score over the mean score of those that follow, at most 1. The selection's
@@ -37,7 +37,7 @@ class Spread:
         if self.window < 1:
             raise KvjaxError(f"window of CaM must be at least 1 kept token, got {self.window}; its authors use 32")
 
-    def at(self, spec: LayerSpec) -> Spread:
+    def at(self, spec: LayerSpec) -> ValueSpread:
         return dataclasses.replace(self, layer=spec.index)
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
@@ -102,4 +102,4 @@ def cam(window: int = 32, seed: int = 0) -> Method:
     Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. window: kept
     tokens that take a part each (the authors: 32). seed: of the draws by layer, head and position. Keys stay.
     """
-    return Method(merge=Spread(window, seed))
+    return Method(merge=ValueSpread(window, seed))

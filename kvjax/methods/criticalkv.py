@@ -22,7 +22,7 @@ EPSILON = 1e-4  # a token that nothing attends to may still win by its value
 
 
 @dataclasses.dataclass(frozen=True)
-class ByOutput(SecondStageScorer):
+class OutputScores(SecondStageScorer):
     """A token's score, times the L1 norm of what its value adds to the layer's output (CriticalKV, 2502.03805).
 
     The norm is the mean over the query heads of a key/value head. share: of the tokens that a head keeps, those that go
@@ -38,11 +38,11 @@ class ByOutput(SecondStageScorer):
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         assert observation is not None and observation.output_projection is not None
         real = block.pos >= 0
-        new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, observation.output_projection)
+        new = (jnp.where(real, own, 0.0) + EPSILON) * output_norms(block.clean().v, observation.output_projection)
         return jnp.where(real, new, -jnp.inf)
 
 
-def added(v: Array, output: Array, at_once: int = 64) -> Array:
+def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
     """f32[B K S]: the L1 norm of values [B K S H] after the output projection [1 K G H D], mean over G.
 
     Memory grows with `at_once` x D, never with S x D.
@@ -82,4 +82,4 @@ def criticalkv(share: float = 0.5) -> Method:
     negative ones a large value makes less. share: of a head's tokens, sinks and window among them, those that go by the
     scorer alone (the paper and kvpress: 0.5).
     """
-    return Method(second_stage=ByOutput(share))
+    return Method(second_stage=OutputScores(share))

@@ -13,12 +13,12 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.methods.registry import recipe
-from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.sinks_and_recent import Recency
 from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming(ByTable):
+class StreamingBudgets(ByTable):
     """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
 
     As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
@@ -60,5 +60,5 @@ def duo_attention(
     `heads`, with a weight of each key/value head, such as the trained gates alpha or what `kvjax calibrate heads`
     makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
     """
-    rule = Streaming(HeadWeights.given(table), sparsity, sinks + recent)
-    return Method(select=Selection(Newest(), rule, sinks, recent), side_store=Pages(rule, page))
+    rule = StreamingBudgets(HeadWeights.given(table), sparsity, sinks + recent)
+    return Method(select=Selection(Recency(), rule, sinks, recent), side_store=Pages(rule, page))

@@ -24,7 +24,7 @@ LAST = 1  # the last token of a prompt always stays
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoAnchors:
+class AnchorMerge:
     """Keys and values of lost tokens are averaged into the nearest anchor by position, of two the earlier.
 
     Anchors are the kept tokens behind the first `sinks` and before the last one. Where there is none, nothing is
@@ -58,7 +58,7 @@ class IntoAnchors:
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedPoint(Policy):
+class FixedPointEviction(Policy):
     """Over the selection's budget, the token leaves that has `distance` newer ones (Liu et al. 2024, arXiv 2407.18121).
 
     So what the selection left of the start of a prompt stays for good, and of all that follows the newest `distance`.
@@ -124,4 +124,4 @@ def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25
     distance: while decoding the token leaves that has so many newer ones (25).
     """
     select = make_selection(Accumulated(), budget, sinks, LAST, per="layer")
-    return Method(select=select, merge=IntoAnchors(sinks), decode=FixedPoint(distance))
+    return Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))

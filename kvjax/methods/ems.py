@@ -23,7 +23,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalLocal(Scorer):
+class GlobalLocalAttention(Scorer):
     """Attention from all queries and from the last ones, each as a share of its sum (Li et al. 2024, arXiv 2412.08521).
 
     The global part is a mean over the queries that see a token, which does not favour old tokens as a sum would.
@@ -50,7 +50,7 @@ def _share(x: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoCentres:
+class CenterMerge:
     """Of each head's lost tokens the best are merged into the nearest kept one, unless the zero class is nearer.
 
     band: how many may merge, by their scores, as a multiple of the tokens that stay. The zero class is a centre that
@@ -117,5 +117,5 @@ def ems(
     stay. threshold: the least cosine of two keys that merge. sinks: first tokens that always stay. The last four have
     no verified source.
     """
-    select = make_selection(GlobalLocal(window), budget, sinks, window)
-    return Method(select=select, merge=IntoCentres(band, threshold))
+    select = make_selection(GlobalLocalAttention(window), budget, sinks, window)
+    return Method(select=select, merge=CenterMerge(band, threshold))

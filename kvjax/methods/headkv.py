@@ -20,7 +20,7 @@ from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class Important(ByTable):
+class HeadWeightBudgets(ByTable):
     """A head's tokens: what all have alike, its share by weight of a pool of all layers and heads, and its window.
 
     Of the b = budget - window tokens beside the window, floor(b / beta) of each head go into the pool, and the others
@@ -83,6 +83,6 @@ def headkv(
     window, kernel, pool: of SnapKV's scores, by which each head chooses. table: a file of kind `heads`, with a weight
     of each key/value head; "shipped" for the shipped model's. page: slots of the pages in which heads are held.
     """
-    rule = Important(HeadWeights.given(table), budget, window, beta)
+    rule = HeadWeightBudgets(HeadWeights.given(table), budget, window, beta)
     scorer = scorers.Window(window, kernel, pool)
     return Method(select=make_selection(scorer, rule, 0, window), side_store=Pages(rule, page))

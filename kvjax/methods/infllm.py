@@ -28,7 +28,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
-class Recent:
+class InfLLMState:
     """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by."""
 
     k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `Ring`
@@ -38,7 +38,7 @@ class Recent:
     keys: Array | None  # [B K G blocks H], the representative key of each block, without RoPE
 
 
-class Tokens(NamedTuple):
+class SlotTokens(NamedTuple):
     """Some of the tokens held, and their slots."""
 
     block: KVBlock  # [B K n H]; keys of far tokens are float32, without RoPE
@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks(Reader):
+class BlockReader(Reader):
     """Sinks, a window, and the `topk` most relevant blocks of the past (Xiao et al. 2024, arXiv 2402.04617, section 3).
 
     Tokens come in chunks of at most `prompt_chunk` queries (one when decoding); a prompt too, so its attention is
@@ -94,7 +94,7 @@ class Blocks(Reader):
                 f"use {self.block} or fewer"
             )
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Recent:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> InfLLMState:
         B, K, S, _ = block.k.shape
         ring, most = self._ring(S), max(S - self.sinks - self.local, 0) // self.block
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -102,9 +102,9 @@ class Blocks(Reader):
         slot = ring.slots(n, self._first(formed))
         mass = jnp.zeros((B, K, spec.num_groups, ring.places), jnp.float32)
         keys = self._mean_keys(block, formed, most, spec) if most else None
-        return Recent(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, formed, keys)
+        return InfLLMState(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, formed, keys)
 
-    def append(self, reader_state: Recent, new_tokens: KVBlock, at: Array, spec: LayerSpec) -> Recent:
+    def append(self, reader_state: InfLLMState, new_tokens: KVBlock, at: Array, spec: LayerSpec) -> InfLLMState:
         ring = self._ring_of(reader_state.mass)
         slot = at[:, :, None] + jnp.arange(new_tokens.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new_tokens.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
@@ -150,7 +150,7 @@ class Blocks(Reader):
             part, dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3)), cross_layer=cross_layer
         )
 
-    def _sees(self, layer: MethodLayer, tokens: Tokens, t: Array, own: Array) -> tuple[Array, Array]:
+    def _sees(self, layer: MethodLayer, tokens: SlotTokens, t: Array, own: Array) -> tuple[Array, Array]:
         """Which tokens queries at t i32[B T], in slots own i32[B T], see as recent ones and which as old ones."""
         behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
         inside = visible(tokens.block.pos, t, layer.spec.window)
@@ -184,7 +184,7 @@ class Blocks(Reader):
 
         return lax.fori_loop(0, formed.max(), add, vary(jnp.zeros((B, K, spec.num_groups, most, H), block.k.dtype)))
 
-    def _form(self, layer: MethodLayer, state: LayerState, n: Array) -> Recent:
+    def _form(self, layer: MethodLayer, state: LayerState, n: Array) -> InfLLMState:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
         reader_state = state.reader_state
         if reader_state.keys is None:
@@ -217,13 +217,15 @@ class Blocks(Reader):
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
         return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
 
-    def _near(self, state: LayerState, reader_state: Recent) -> Tokens:
+    def _near(self, state: LayerState, reader_state: InfLLMState) -> SlotTokens:
         """Sinks and ring, as they came."""
         assert state.n is not None
         slot = self._ring_of(reader_state.mass).slots(state.n, self._first(reader_state.formed))
         return _tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
 
-    def _left(self, layer: MethodLayer, state: LayerState, reader_state: Recent, near: Tokens, fresh: int) -> Tokens:
+    def _left(
+        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, near: SlotTokens, fresh: int
+    ) -> SlotTokens:
         """Sinks, and what is left behind the last block and may lie outside the window of one of so many queries."""
         ring = self._ring_of(reader_state.mass)
         count = min(self.block - 1 + fresh, ring.size)
@@ -234,8 +236,8 @@ class Blocks(Reader):
         return _far(layer, _tokens(state, k, v, _of(near.slot, place)))
 
     def _recall(
-        self, layer: MethodLayer, state: LayerState, reader_state: Recent, far_q: Array, asking: Array
-    ) -> Tokens:
+        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, far_q: Array, asking: Array
+    ) -> SlotTokens:
         """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
         assert reader_state.keys is not None
         B, K, _, N, _ = reader_state.keys.shape
@@ -254,14 +256,14 @@ class Blocks(Reader):
         return _far(layer, _tokens(state, k, v, slot))
 
 
-def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
+def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> SlotTokens:
     """Rows k, v [B K n H] of slots i32[B 1|K n], with what the state says of these."""
     pos = jnp.where(slot >= 0, _of(state.pos, slot), -1)
     bias = None if state.bias is None else _of(state.bias, slot)
-    return Tokens(KVBlock(k, v, pos, bias), slot)
+    return SlotTokens(KVBlock(k, v, pos, bias), slot)
 
 
-def _far(layer: MethodLayer, tokens: Tokens) -> Tokens:
+def _far(layer: MethodLayer, tokens: SlotTokens) -> SlotTokens:
     """The same as far tokens: keys without RoPE, and zeros where there is no token."""
     bare = layer.spec.rope.unrotate(tokens.block.k, tokens.block.pos)
     return tokens._replace(block=dataclasses.replace(tokens.block, k=bare).clean())
@@ -319,5 +321,5 @@ def infllm(
     representatives: tokens whose mean key stands for a block. chunk: tokens processed at a time; the attention of the
     prompt is restricted too. per_head: a choice of blocks per key/value head instead of one per layer.
     """
-    read = Blocks(block, sinks, local, topk, representatives, chunk, per_head)
+    read = BlockReader(block, sinks, local, topk, representatives, chunk, per_head)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

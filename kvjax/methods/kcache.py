@@ -21,7 +21,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class TopV(Reader):
+class TopValues(Reader):
     """Exact softmax over all keys, then only the values of the n heaviest slots (KCache, section 3.1).
 
     granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight
@@ -98,4 +98,4 @@ def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, gran
     weight of the n chosen slots (the paper's formula does not, its text suggests it). granularity: "query", one set
     per query head (the paper), or "kv", one per key/value head.
     """
-    return Method(v=Host(Plain()), read=TopV(n, renormalise, granularity), device_layers=device_layers)
+    return Method(v=Host(Plain()), read=TopValues(n, renormalise, granularity), device_layers=device_layers)

@@ -23,7 +23,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial, constant
 
 
 @exportable
-class Marks(NamedTuple):
+class KeyformerState(NamedTuple):
     """What is counted."""
 
     score: Array  # f32[B K S], of the token in each slot
@@ -70,7 +70,7 @@ class Keyformer(Policy):
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Marks]:
+    ) -> tuple[Array, KeyformerState]:
         observation = require_observation(observation, "Keyformer", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
 
@@ -82,19 +82,21 @@ class Keyformer(Policy):
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
         chosen = best(rank, pos, min(self.budget, slots))
-        return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
+        return chosen, KeyformerState(marks_at(score, chosen, slots), last[:, 0] + 1)
 
-    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array
+    ) -> tuple[Array, KeyformerState]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps
         noise = self.noise(layer.spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
-        added = tempered(weights, noise, tau[..., None]).sum(2)
+        added = temper_weights(weights, noise, tau[..., None]).sum(2)
         # What was in the slot of the newest token before it came does not count.
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return without_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
+        return without_lowest(score, state.pos, old, t >= 0), KeyformerState(score, prompt)
 
     def noise(self, spec: LayerSpec, here: int, q_pos: Array, pos: Array) -> Array:
         """Gumbel noise f32[B K G T S] of the `here` key/value heads on this device, by positions of queries and keys.
@@ -109,7 +111,7 @@ class Keyformer(Policy):
         return -jnp.log(-jnp.log(uniform))
 
 
-def tempered(weights: Array, noise: Array, tau: Array) -> Array:
+def temper_weights(weights: Array, noise: Array, tau: Array) -> Array:
     """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
     logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
     p, _, l = attention.weights(logits)

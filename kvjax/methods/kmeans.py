@@ -13,7 +13,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.methods.kvcrush import votes
+from kvjax.methods.kvcrush import unit_signatures
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
@@ -68,7 +68,7 @@ class KMeans:
     def _features(self, units: Units) -> Array:
         """f32[B U F]."""
         if self.features == "bits":
-            return votes(units).astype(jnp.float32)
+            return unit_signatures(units).astype(jnp.float32)
         keys = over_heads.gather(units.keys.astype(jnp.float32))
         B, K, U, c, H = keys.shape
         return jnp.moveaxis(keys, 1, 3).reshape(B, U, c * K * H)

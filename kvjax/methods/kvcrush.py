@@ -55,11 +55,11 @@ class KVCrush:
 
     def choose(self, units: Units, count: Array, places: int) -> Array:
         """Section III-B, and Units -> i32[B places] as in `Representatives`."""
-        return self.by_signature(votes(units, self.bits), units, count, places)
+        return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
 
-    def by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
+    def choose_by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
         """The same, from the units' signatures bool[B U n]."""
-        d = hamming(pack(bits), pack(self._anchor(bits, units.valid)))
+        d = hamming_distance(pack_bits(bits), pack_bits(self._anchor(bits, units.valid)))
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
         if self.rule == "bins":
             return self._bins(d, bits.shape[-1], units.candidates, count, places)
@@ -98,7 +98,7 @@ class KVCrush:
         return _first(jnp.pad(order, [(0, 0), (0, max(places - U, 0))])[:, :places], count)
 
 
-def votes(units: Units, kind: str = "heads") -> Array:
+def unit_signatures(units: Units, kind: str = "heads") -> Array:
     """bool[B U n]: each unit's bits, n = c tokens x query heads ("heads") or c tokens ("positions")."""
     B, _, _, U, c = units.scores.shape
     s = over_heads.gather(units.scores)
@@ -109,7 +109,7 @@ def votes(units: Units, kind: str = "heads") -> Array:
     return jnp.moveaxis(ones.reshape(B, -1, U, c), 1, 3).reshape(B, U, -1)
 
 
-def pack(bits: Array) -> Array:
+def pack_bits(bits: Array) -> Array:
     """bool[... n] -> uint32[... words], the first bit lowest."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
@@ -117,7 +117,7 @@ def pack(bits: Array) -> Array:
     return (words << place).sum(-1, dtype=jnp.uint32)
 
 
-def hamming(a: Array, b: Array) -> Array:
+def hamming_distance(a: Array, b: Array) -> Array:
     """Packed bits uint32[B U words] and uint32[B|1 1 words] -> differing bits i32[B U]."""
     return lax.population_count(a ^ b).astype(jnp.int32).sum(-1, dtype=jnp.int32)
 

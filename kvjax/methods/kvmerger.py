@@ -22,7 +22,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Sets:
+class MergeSets:
     """Each head's tokens in `budget` sets of consecutive tokens (Wang et al. 2024, arXiv 2407.08454).
 
     The last `recent` tokens, and of the others the `heavy` most attended, are sets by themselves. Between all others,
@@ -76,10 +76,10 @@ def _heads(x: Array) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pivots(Scorer):
+class PivotScores(Scorer):
     """Attention summed over the prompt, with what is no pivot of its set below all pivots."""
 
-    sets: Sets
+    sets: MergeSets
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
@@ -91,14 +91,14 @@ class Pivots(Scorer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gaussian:
+class GaussianMerge:
     """Each lost token goes into the kept one of its set, by exp(-d^2 / 2 sigma^2) of the distance d of their keys.
 
     sigma: 0, the root mean square of the distances of a set, the pivot's own 0 among them; or one for all sets. count:
     the slot's bias is the logarithm of how many tokens it stands for.
     """
 
-    sets: Sets
+    sets: MergeSets
     sigma: float = 0.0
     count: bool = False
 
@@ -156,7 +156,9 @@ def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float
 
     budget: prompt tokens kept per head, at least 2 heavy + recent + 1. heavy, recent: the most attended and the last
     tokens, which are not merged (the paper has both; how many is unverified). sigma: of the Gaussian, 0 for each set's
-    own; see `Gaussian`. count: a slot also weighs as many times as it stands for tokens.
+    own; see `GaussianMerge`. count: a slot also weighs as many times as it stands for tokens.
     """
-    sets = Sets(budget, heavy, recent)
-    return Method(select=make_selection(Pivots(sets), budget, recent=recent), merge=Gaussian(sets, sigma, count))
+    sets = MergeSets(budget, heavy, recent)
+    return Method(
+        select=make_selection(PivotScores(sets), budget, recent=recent), merge=GaussianMerge(sets, sigma, count)
+    )

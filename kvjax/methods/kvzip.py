@@ -27,7 +27,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeated(Scorer):
+class ReplayAttention(Scorer):
     """The most attention that a token gets while the model repeats its piece of the prompt (KVzip, 2505.23416).
 
     A query of the repetition attends, for its score, to the first `sinks` tokens of the prompt, to the piece that it
@@ -151,4 +151,6 @@ def kvzip(
     length are held, if level is not "head". Costs about two more prefills; the prompt itself attends exactly. With
     level=model bytes are planned as an upper bound, and scores are computed twice.
     """
-    return Method(select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page))
+    return Method(
+        select=make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page)
+    )

@@ -40,7 +40,7 @@ class TextPrior(Scorer):
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoNearest:
+class NearestMerge:
     """Keys and values of lost tokens go into the kept token with the nearest key; of a kept x and N arriving x_e:
 
     "average": (x + sum of x_e) / (1 + N). "pivot": each x_e is first averaged with x. "weighted": each x_e is first
@@ -104,11 +104,11 @@ def lookm(
 
     budget, recent, sinks: prompt tokens that each head keeps, and the last and first among them that always stay (the
     public code: a tenth of the prompt recent and as much heavy, and the first 4 where nothing tells images from text).
-    rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`. images:
+    rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `NearestMerge`. images:
     the positions that leave first, in every row, as in "5-580/600-1175": for a model of text a part of the prompt that
     matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
     """
     return Method(
         select=make_selection(TextPrior(_ranges(images)), budget, sinks, recent),
-        merge=IntoNearest(rule),
+        merge=NearestMerge(rule),
     )

@@ -19,7 +19,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoValues:
+class ValueMerge:
     """Values of lost tokens go into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
 
     threshold: the least cosine u of the keys. fraction: of each head's lost tokens, ranked by u, those that may merge.
@@ -75,4 +75,4 @@ def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
     Use it as in 'snapkv:budget=256 + merging'. threshold: the least cosine of the two keys. fraction: of each head's
     lost tokens, the most similar ones that may merge (kvpress: 1 for retrieval, 0.75 for extraction). Keys stay.
     """
-    return Method(merge=IntoValues(threshold, fraction))
+    return Method(merge=ValueMerge(threshold, fraction))

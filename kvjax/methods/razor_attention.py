@@ -18,12 +18,12 @@ from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
-from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.sinks_and_recent import Recency
 from kvjax.methods.trial import Bytes, Sizes, Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class Razor(ByTable):
+class RazorBudgets(ByTable):
     """Heads among the highest in echo or in induction keep all tokens; the others the ends of a row, and one between.
 
     echo, induction: the shares of all heads of the model that are highest, rounded. recent: the last tokens of a row
@@ -114,7 +114,7 @@ def razor_attention(
     calibrate retrieval_heads` makes of random tokens; "shipped" for the shipped model's. page: slots of the pages in
     which heads of unequal length are held.
     """
-    rule = Razor(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
+    rule = RazorBudgets(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
     return Method(
-        select=Selection(Newest(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
+        select=Selection(Recency(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
     )

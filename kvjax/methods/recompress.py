@@ -79,7 +79,7 @@ class Recompress(Policy):
         held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         if observation is not None and layer.method.select is not None:
             wanted = layer.method.select.scorer.num_queries
-            observation = _in_places(latest(observation, self.every if wanted is None else wanted))
+            observation = _in_places(latest_queries(observation, self.every if wanted is None else wanted))
         return jnp.where(place < held, place, -1), observation
 
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
@@ -119,7 +119,7 @@ class Recompress(Policy):
         return jnp.where(stays, state.pos, -1)
 
 
-def latest(observation: Observation, count: int) -> Observation:
+def latest_queries(observation: Observation, count: int) -> Observation:
     """The last `count` of each row's queries, in the order of their positions, -1 before a row's first."""
     pos = last_positions(observation.pos.max(1) + 1, count)
     at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)

@@ -23,7 +23,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
-class Asked:
+class QuestionState:
     """What blocks are found by, and the question so far."""
 
     blocks: Any  # buffers of the sums of `MeanKeys`
@@ -52,14 +52,14 @@ class MeanKeys(Index):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByQuestion(Retrieve):
+class QuestionRetrieval(Retrieve):
     """Retrieval by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Asked:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> QuestionState:
         B, K, _, H = block.k.shape
-        return Asked(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
+        return QuestionState(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
 
-    def append(self, reader_state: Asked, new: KVBlock, at: Array, spec: LayerSpec) -> Asked:
+    def append(self, reader_state: QuestionState, new: KVBlock, at: Array, spec: LayerSpec) -> QuestionState:
         return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, _bare(new, spec), at))
 
     def crop(self, layer: MethodLayer, state: LayerState) -> Any:
@@ -115,4 +115,4 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
     key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
     """
     at_least("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
-    return Method(k=Host(Plain()), v=Host(Plain()), read=ByQuestion(MeanKeys(block), topk, sinks, recent))
+    return Method(k=Host(Plain()), v=Host(Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent))

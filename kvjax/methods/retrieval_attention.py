@@ -26,7 +26,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
-class Static:
+class StaticTokens:
     """The rows of first and last tokens, a second time, in the P places of a `Ring`."""
 
     k: memory.Buffer  # [B K P H]
@@ -51,16 +51,16 @@ class HostSearch(Reader):
         name = "RetrievalAttention"
         at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Static:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])
         slots = _held(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
-        return Static(ring.fill(block.k, slots), ring.fill(block.v, slots))
+        return StaticTokens(ring.fill(block.k, slots), ring.fill(block.v, slots))
 
-    def append(self, reader_state: Static, new: KVBlock, at: Array, spec: LayerSpec) -> Static:
+    def append(self, reader_state: StaticTokens, new: KVBlock, at: Array, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(reader_state.k.data.shape[2])
         slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
-        return Static(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
+        return StaticTokens(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
 
     def read(
         self,

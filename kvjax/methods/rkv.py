@@ -16,7 +16,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.recompress import Recompress, latest
+from kvjax.methods.recompress import Recompress, latest_queries
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
 
@@ -47,7 +47,7 @@ class RKV(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block, before = block.clean(), before_window(block, self.num_queries)
         received = self._received(
-            block, latest(self.require_observation(observation), self.num_queries), before, spec.window
+            block, latest_queries(self.require_observation(observation), self.num_queries), before, spec.window
         )
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
         return token_scores(jnp.where(before, score, 1.0), block)

@@ -21,7 +21,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Boxes):
+class HybridBoxes(Boxes):
     """Boxes around pages, read in a `share` of the channels (RocketKV, Behnam et al. 2025, arXiv 2502.14051).
 
     The channels are those of the greatest |q| in the mean over a key/value head's query heads; in each, all of them
@@ -90,4 +90,4 @@ def rocketkv(
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
     select = make_selection(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
-    return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))
+    return Method(select=select, read=Retrieve(HybridBoxes(page, channels), topk // page - 1, per="head"))

@@ -27,7 +27,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
-class Chunked:
+class ShadowState:
     """The prompt's chunks, in slots of their own."""
 
     tokens: LayerState  # keys in low rank, values on the host; position -1 for what stays exact
@@ -35,7 +35,7 @@ class Chunked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shadow(SideStore):
+class ShadowStore(SideStore):
     """A prompt in chunks of `chunk` tokens, but for its last `local` chunks and what is left over (Sun et al. 2024).
 
     Chunks whose tokens are least like their mean, `outliers` of each head, are exact too: these and the last tokens
@@ -64,7 +64,7 @@ class Shadow(SideStore):
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, Chunked]:
+    ) -> tuple[KVBlock, ShadowState]:
         width = block.pos.shape[2]
         most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
@@ -76,7 +76,7 @@ class Shadow(SideStore):
         landmarks, likeness = self._landmarks(front.k)
         away = self._away(block, likeness)
         here = self._here(block, away, min(self.num_main_slots(most), slots))
-        return here, Chunked(self._store(layer, block, front, away), memory.pack(landmarks.astype(block.k.dtype)))
+        return here, ShadowState(self._store(layer, block, front, away), memory.pack(landmarks.astype(block.k.dtype)))
 
     def _away(self, block: KVBlock, likeness: Array) -> Array:
         """bool[B K C*chunk]: the tokens of the chunks that leave the slots; the least alike stay."""
@@ -115,7 +115,7 @@ class Shadow(SideStore):
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        store: Chunked = state.side_store
+        store: ShadowState = state.side_store
         landmarks, inner = memory.unpack(store.landmarks), self._inner(layer)
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
@@ -130,10 +130,10 @@ class Shadow(SideStore):
 
         return by_query_blocks(attend, q, q_pos, 16)
 
-    def positions(self, store: Chunked) -> Array:
+    def positions(self, store: ShadowState) -> Array:
         return store.tokens.pos
 
-    def visible_block(self, layer: MethodLayer, store: Chunked) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: ShadowState) -> KVBlock:
         inner, held = self._inner(layer), store.tokens
         return KVBlock(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
 
@@ -168,4 +168,4 @@ def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int 
     mean. local: so many last chunks of the prompt are exact, and all that is decoded (2048, 8, 160, 48, 4). Attention
     in the prompt is exact.
     """
-    return Method(side_store=Shadow(budget, chunk, rank, outliers, local))
+    return Method(side_store=ShadowStore(budget, chunk, rank, outliers, local))

@@ -17,7 +17,7 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class Newest(Scorer):
+class Recency(Scorer):
     """The later a token, the more it matters."""
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
@@ -33,4 +33,4 @@ class Newest(Scorer):
 )
 def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
     """After the prompt only its first and last tokens stay, at their true positions; all that is decoded stays too."""
-    return Method(select=make_selection(Newest(), budget, sinks, max(budget - sinks, 0), "token", "layer"))
+    return Method(select=make_selection(Recency(), budget, sinks, max(budget - sinks, 0), "token", "layer"))

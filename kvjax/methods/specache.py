@@ -25,16 +25,16 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @pytree
-class Copy:
+class LowBitCopy:
     """What the device holds: the low-bit copy of all slots, and the exact rows that were fetched for the next step."""
 
     k: Any  # stored by the reader's key codec
     v: Any  # stored by the reader's value codec
-    rows: Fetched | None
+    rows: FetchedTokens | None
 
 
 @pytree
-class Fetched:
+class FetchedTokens:
     """Exact rows k, v [B K n H] of the slots idx i32[B K n], -1 where there is none."""
 
     k: Array
@@ -43,7 +43,7 @@ class Fetched:
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative(Reader):
+class SpeculativeReader(Reader):
     """Low-bit slots, of which the topk heaviest are replaced by exact rows (SpeCache, arXiv 2503.16163, section 3.3).
 
     k, v: codecs of the low-bit copy; only slots that they hold inexactly are candidates. reduce: "mean" or "max" over
@@ -71,21 +71,21 @@ class Speculative(Reader):
     sequential_writes = True
     supports_eviction = False  # the low-bit copy holds groups of tokens
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Copy:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> LowBitCopy:
         B, K, S, H = block.k.shape
-        copy = Copy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
+        copy = LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
         if not self.speculative:
             return copy
         n = min(self.topk, S)
         empty = jnp.zeros((B, K, n, H), block.k.dtype)
-        return dataclasses.replace(copy, rows=Fetched(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
+        return dataclasses.replace(copy, rows=FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
 
-    def append(self, reader_state: Copy, new: KVBlock, at: Array, spec: LayerSpec) -> Copy:
+    def append(self, reader_state: LowBitCopy, new: KVBlock, at: Array, spec: LayerSpec) -> LowBitCopy:
         return dataclasses.replace(
             reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
         )
 
-    def filled(self, reader_state: Copy, num_tokens: int) -> Any:
+    def filled(self, reader_state: LowBitCopy, num_tokens: int) -> Any:
         return self.k.filled(reader_state.k, num_tokens), self.v.filled(reader_state.v, num_tokens), reader_state.rows
 
     def read(
@@ -131,7 +131,7 @@ class Speculative(Reader):
         state: LayerState,
         s: Array,
         q: Array,
-        rows: Fetched,
+        rows: FetchedTokens,
         q_pos: Array,
         guessed: Partial | None,
     ) -> tuple[Partial, Array]:
@@ -163,7 +163,7 @@ class Speculative(Reader):
         """Weights f32[B K G S] -> f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> Fetched:
+    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> FetchedTokens:
         """The topk heaviest of the first candidates i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         open_ = (slot < candidates[:, None, None]) & (state.pos >= 0)
@@ -171,13 +171,15 @@ class Speculative(Reader):
         idx = jnp.where(found >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return Fetched(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
+        return FetchedTokens(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
 
 
-def _pick(real: Array, new: Fetched, old: Fetched) -> Fetched:
+def _pick(real: Array, new: FetchedTokens, old: FetchedTokens) -> FetchedTokens:
     """The new rows in rows of the batch that are real, bool[B 1 1]."""
     wide = real[..., None]
-    return Fetched(jnp.where(wide, new.k, old.k), jnp.where(wide, new.v, old.v), jnp.where(real, new.idx, old.idx))
+    return FetchedTokens(
+        jnp.where(wide, new.k, old.k), jnp.where(wide, new.v, old.v), jnp.where(real, new.idx, old.idx)
+    )
 
 
 def _put(x: Array, idx: Array, value: Any) -> Array:
@@ -234,5 +236,5 @@ def specache(
     def low(axis):
         return Kivi(bits, group, axis, residual, one_bit)
 
-    read = Speculative(topk, low("channel"), low("token"), reduce, speculative)
+    read = SpeculativeReader(topk, low("channel"), low("token"), reduce, speculative)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

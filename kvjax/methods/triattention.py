@@ -57,7 +57,7 @@ class TriAttention(Scorer):
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
         readable = still_seen(block, spec.window)
         if self.normalise:
-            heads = standardised(heads, readable)
+            heads = standardize(heads, readable)
         heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
@@ -68,7 +68,7 @@ def moduli(x: Array, dim: int) -> Array:
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
 
 
-def standardised(x: Array, counted: Array) -> Array:
+def standardize(x: Array, counted: Array) -> Array:
     """x f32[B K G S] minus its mean, over its standard deviation, both over the slots counted bool[B 1|K 1 S]."""
     number = jnp.maximum(counted.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
     apart = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number

@@ -24,7 +24,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class Probes(Scorer):
+class ProbeAttention(Scorer):
     """Normalised attention from a few prompt queries: the newest and some drawn by chance (ZipCache, 2405.14256).
 
     share: of a row's queries that are probes for being the newest, rounded up, and of those drawn among the others,
@@ -45,14 +45,14 @@ class Probes(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         obs = self.require_observation(observation)
-        paid, number = self.paid(block, obs, spec)
+        probe_attention, number = self.probe_attention(block, obs, spec)
         if self.normalise == "queries":
             number = obs.pos.max(-1)[:, None, None] - block.pos + 1
             number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
-        heads = paid / jnp.maximum(number, 1.0)[:, :, None]
+        heads = probe_attention / jnp.maximum(number, 1.0)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 
-    def paid(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
+    def probe_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
         """The attention f32[B K G S] that probes pay each token, and the number of probes that see it f32[B 1|K S]."""
         probes = self._probes(observation)
         return attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
@@ -121,5 +121,5 @@ def zipcache(
     them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
     exact.
     """
-    tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
+    tier = Tier(ProbeAttention(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
     return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))

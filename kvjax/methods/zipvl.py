@@ -21,18 +21,18 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
-from kvjax.methods.zipcache import Probes, tiers_bytes
+from kvjax.methods.zipcache import ProbeAttention, tiers_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Unimportant(Tiers):
+class UnimportantTokens(Tiers):
     """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
 
     The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
     by the normalised scores. least, most: of all tokens, the important ones are at least and at most so many.
     """
 
-    scorer: Probes
+    scorer: ProbeAttention
     tau: float
     k: Codec
     v: Codec
@@ -66,8 +66,8 @@ class Unimportant(Tiers):
 
     def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
         """i32[B]: how many tokens of each row are important."""
-        paid, _ = self.scorer.paid(block, self.scorer.require_observation(observation), spec)
-        falling = -jnp.sort(-over_heads.mean(paid.mean(2))[:, 0], -1)
+        probe_attention, _ = self.scorer.probe_attention(block, self.scorer.require_observation(observation), spec)
+        falling = -jnp.sort(-over_heads.mean(probe_attention.mean(2))[:, 0], -1)
         before = jnp.cumsum(falling, -1) - falling  # what the tokens before it have together
         count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -108,5 +108,5 @@ def zipvl(
     is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
     """
     keys, values = Channels(low), SeparableTokens(low)
-    tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
+    tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)
     return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))

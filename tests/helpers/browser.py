@@ -67,9 +67,7 @@ class Browser:
     def __init__(self, folder: Path):
         program = path()
         if program is None:
-            raise RuntimeError(
-                f"no Chromium; python -m tests.helpers.browser {HERE} installs one (needs npm, node)"
-            )
+            raise RuntimeError(f"no Chromium; python -m tests.helpers.browser {HERE} installs one (needs npm, node)")
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         flags = [*FLAGS.split(), f"--user-data-dir={folder / 'profile'}", "about:blank"]

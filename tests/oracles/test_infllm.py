@@ -21,7 +21,7 @@ from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.infllm import Blocks, infllm
+from kvjax.methods.infllm import BlockReader, infllm
 from kvjax.methods.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model
 from tests.oracles import infllm as oracle
@@ -306,7 +306,7 @@ def test_bfloat16_stays_close_to_the_paper():
         (lambda: planned(chunk=7), "must not exceed local=6, got 7; use 6"),
         (lambda: planned(representatives=5), "must not exceed block=4, got 5"),
         (lambda: planned(topk=0), "topk of InfLLM must be at least 1, got 0"),
-        (lambda: Blocks(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
+        (lambda: BlockReader(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
         (lambda: extend(METHOD, empty(METHOD, 1, 9, jnp.float32), cut(make()[:1], [0], [7]), 1), "got commit=1 of 7"),
     ],
 )

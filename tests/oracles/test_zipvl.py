@@ -16,8 +16,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.zipcache import Probes
-from kvjax.methods.zipvl import Unimportant
+from kvjax.methods.zipcache import ProbeAttention
+from kvjax.methods.zipvl import UnimportantTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache
@@ -70,7 +70,7 @@ def counted(received: list[float], tau: float) -> int:
 
 @functools.cache
 def important(tau: float):
-    tier = Unimportant(Probes(1.0), tau, Channels(2), SeparableTokens(2))
+    tier = UnimportantTokens(ProbeAttention(1.0), tau, Channels(2), SeparableTokens(2))
     return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)))
 
 
