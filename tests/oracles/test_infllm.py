@@ -111,7 +111,7 @@ def test_infllm_equals_the_paper(changes):
     for b, n in enumerate(LENGTHS):
         want, blocks = oracle.infllm(*rows[b], chunks(n, chunk), **args)
         np.testing.assert_allclose(out[b], want, atol=2e-5)
-        assert int(state.reader_state.formed[b]) == blocks
+        assert int(state.reader_state.num_blocks[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
@@ -216,7 +216,7 @@ def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
     rows, kept = make(), 16
     block = left_by_a_selection(rows, kept)
     state = METHOD.prefill(block, None, kept + STEPS)
-    np.testing.assert_array_equal(state.reader_state.formed, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
+    np.testing.assert_array_equal(state.reader_state.num_blocks, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
         for group in range(G):

@@ -83,7 +83,7 @@ def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
     block, _ = by_hand([[1, 1]] * 8, [[1]] * 8, [0])
     received = jnp.asarray([[[1, 3, 2, 9, 5, 5, 8, 8]]], jnp.float32)
     rules = (MergeSets(5, 1, 2), MergeSets(6, 1, 2))
-    found = jax.jit(lambda *args: [(rule.of(*args), rule.pivots(*args)) for rule in rules])(block, received)
+    found = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
     (five, of_five), (six, of_six) = found
     assert five[0, 0].tolist() == [0, 0, 0, 1, 2, 2, 3, 4]
     assert six[0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
