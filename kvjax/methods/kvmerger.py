@@ -82,7 +82,7 @@ def _heads(x: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PivotScores(Scorer):
-    """Scores tokens by attention summed over the prompt, and ranks all that are no pivot of their set below the pivots."""
+    """Scores tokens by attention summed over the prompt, and ranks all pivots of sets above all other tokens."""
 
     sets: MergeSets
     num_queries: ClassVar[int | None] = None

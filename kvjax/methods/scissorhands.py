@@ -23,7 +23,7 @@ from kvjax.methods.trial import Trial, constant
 
 @dataclasses.dataclass(frozen=True)
 class Scissorhands(Policy):
-    """Counts how often a token's attention is below the mean, and evicts the highest counts (Liu et al. 2023, section 4).
+    """Counts how often a token's attention is below the mean, and evicts the highest counts (Liu et al. 2023).
 
     A step attends to the kept tokens and to its own. If that makes more than `budget` tokens of a key/value head, the
     cache is compressed to budget - m tokens, m = floor(drop * budget), and fills again. Counts are taken over the last
