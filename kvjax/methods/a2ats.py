@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least, require_observation
+from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import ReadResult, cut
@@ -54,7 +54,7 @@ class Codewords(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        at_least("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
+        check_minimum("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
         if self.words > 2**16:
             raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
 
@@ -186,7 +186,7 @@ class WindowedRopeRetrieval(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         search_q = self._move_queries(q, q_pos, layer.spec)
@@ -235,6 +235,6 @@ def a2ats(
     what is not among the last tokens. rounds: of k-means, over the prompt's keys. All defaults are unverified, no
     paper's. A prompt attends exactly.
     """
-    at_least("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
+    check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
     read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.core.types import Array
 from kvjax.methods.registry import recipe
@@ -23,7 +23,7 @@ class AShape:
     recent: int
 
     def __post_init__(self):
-        at_least("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
+        check_minimum("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
 
     def is_visible(self, s: Array, t: Array) -> Array:
         """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""

@@ -37,4 +37,6 @@ def accumulated(
     that could see the token (kvpress' observed attention; there with recent=0). decay: A2SF's forgetting factor.
     budget, unit, per as in `snapkv`. The method of the H2O paper evicts at every step: `h2o`.
     """
-    return Method(select=make_selection(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))
+    return Method(
+        select=make_selection(scorers.AccumulatedAttention(normalise, decay), budget, sinks, recent, unit, per)
+    )

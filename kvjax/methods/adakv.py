@@ -8,11 +8,11 @@ from fractions import Fraction
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -47,21 +47,21 @@ class AdaKV(HeadBudgets):
         if self.rule == "adakv":
             return self._mixed(count_best(scores, allowed, quota), quota)
         safe = jnp.clip(fraction_of(self.alpha, quota + beside) - beside, 0, quota)
-        return count_best(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+        return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
     def _mixed(self, won: Array, quota: Array) -> Array:
         """(1 - alpha) * won i32[B K] + alpha * quota i32[B] in whole units, by largest remainder."""
         same = Fraction(self.alpha).limit_denominator(1000)
         parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * won, same.denominator
         left = won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
-        one_more = top((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
+        one_more = top_k_mask((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
         return parts // of + one_more.astype(jnp.int32)
 
 
 def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
     """f32[B K 1]: the share of each head's scores that its `quota` best units hold."""
     scores = jnp.where(allowed[:, None], scores, 0.0)
-    best = jnp.where(top(scores, allowed[:, None], quota), scores, 0.0)
+    best = jnp.where(top_k_mask(scores, allowed[:, None], quota), scores, 0.0)
     return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
 
 

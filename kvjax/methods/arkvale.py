@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory
@@ -59,7 +59,7 @@ class TightBoxes(Boxes):
         if not count:
             return reader_state
         pages = (count + self.size - 2) // self.size + 1  # that so many tokens touch at most
-        keys, real = self._by_unit(new_tokens, offset, pages)
+        keys, real = self.split_units(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
@@ -103,7 +103,7 @@ def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2,
     the device and are read in full (the authors' evaluation: 2). All heads of a layer share their pages. A prompt
     attends exactly.
     """
-    at_least("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
+    check_minimum("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
     recalled = budget // page - sinks - (window - 1)
     if recalled < 1:
         least = (sinks + window) * page

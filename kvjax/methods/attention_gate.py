@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import halves
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -34,9 +34,9 @@ SELF_LOGIT = 32.0  # in a calibrated gate, the logit of a token of root-mean-squ
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
 
 
-@table("attention_gate")
+@register_table_kind("attention_gate")
 @dataclasses.dataclass(frozen=True)
-class AttentionGateTable(Kind):
+class AttentionGateTable(TableKind):
     """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
 
     `query`, `key` f32[A D C], `value` f32[A D E], `output` f32[A E K], `bias` f32[K]. With x the hidden states that the
@@ -61,7 +61,7 @@ class AttentionGateTable(Kind):
     ridge: int = 1000
     num_queries = None
     needs_hidden = True
-    placed = True
+    needs_layer_index = True
 
     def __post_init__(self):
         if not 0 < self.keep < 100:
@@ -71,12 +71,12 @@ class AttentionGateTable(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
-        earlier, later = halves(block, observation)
+        earlier, later = split_halves(block, observation)
         received, num_queries = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
         is_scored = earlier[:, :1] & (num_queries[:, :1] > 0)
         num_tokens = is_scored.sum(2, dtype=jnp.int32)
         num_kept = jnp.broadcast_to(num_tokens * self.keep // 100, received.shape[:2])
-        kept = top(received.sum(2), is_scored, num_kept).astype(jnp.float32)
+        kept = top_k_mask(received.sum(2), is_scored, num_kept).astype(jnp.float32)
         x, scale = self._mix_similar(observation, spec)
         x = jnp.where(is_scored[:, 0, :, None], x, 0.0)
         return {
@@ -162,7 +162,7 @@ def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: A
         # Asked from the last position, a causal query sees every token.
         return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
 
-    return by_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
+    return map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +173,16 @@ class Gate(Scorer):
       given: a file of `AttentionGateTable`.
     """
 
-    given: Given
+    given: TableFile
     needs_hidden: ClassVar[bool] = True
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
-        arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
+        arrays = self.given.layer_arrays(
+            spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)
+        ).values()
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
         if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
@@ -212,7 +214,7 @@ class ThresholdBudgets(HeadBudgets):
         B, K, U = scores.shape
         is_flagged = allowed[:, None] & (scores > self.above)
         scores, is_flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, is_flagged))
-        return top(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
+        return top_k_mask(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
 @recipe(
@@ -246,5 +248,5 @@ def attention_gate(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = make_selection(Gate(AttentionGateTable.given(table)), budget, sinks, recent)
+    select = make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
     return Method(select=select, side_store=Pages(ThresholdBudgets(above), page))

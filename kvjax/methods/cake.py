@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budget_allocation import LayerBudgets, match_total
-from kvjax.cache.eviction.scorers import Window, before_window, in_window
+from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, window_query_mask
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -21,12 +21,12 @@ from kvjax.methods.trial import Trial, selected
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftingAttention(Window):
-    """Scores like `Window`, by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
+class ShiftingAttention(WindowAttention):
+    """Scores like `WindowAttention`, by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
 
     gamma: float = 200.0
 
-    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         sums, count = _window_moments(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 
@@ -60,7 +60,7 @@ class Preference(LayerBudgets):
         assert layer.method.select is not None
         observation = layer.method.select.scorer.require_observation(observation)
         sums, count = _window_moments(block, observation, self.num_queries, layer.spec)
-        before = before_window(block, self.num_queries)[:, :, None]
+        before = pre_window_mask(block, self.num_queries)[:, :, None]
 
         def sum_layer(x: Array) -> Array:
             """Sums f32[B K G S] over the tokens before the window and all heads: f32[B]."""
@@ -88,7 +88,7 @@ def _window_moments(
     block: KVBlock, observation: Observation, num_queries: int, spec: LayerSpec
 ) -> tuple[Moments, Array]:
     """Computes the moments of what each slot receives from the window's queries, and their number f32[B 1 1 1]."""
-    is_observed = in_window(observation, num_queries)
+    is_observed = window_query_mask(observation, num_queries)
     count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     window = Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
     return moments(block, window, spec.window), jnp.maximum(count, 1.0)

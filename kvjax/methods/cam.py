@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.eviction.merging import arriving, at_slot, kept_scores, lost_tokens
+from kvjax.cache.eviction.merging import evicted_mask, gather_at_slots, scatter_add, scores_of_kept
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -42,14 +42,14 @@ class ValueSpread:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
-        number, mean = (at_slot(x, following) for x in self._windows(kept_scores(kept, choice), held))
+        number, mean = (gather_at_slots(x, following) for x in self._windows(scores_of_kept(kept, choice), held))
         # Not as a quotient: where the mean is 0, any attention is enough.
         likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
-        begun = arriving(part, jnp.where(lost & likely & (number > 0), following, n), n)
+        begun = scatter_add(part, jnp.where(lost & likely & (number > 0), following, n), n)
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
 

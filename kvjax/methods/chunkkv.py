@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import Window
+from kvjax.cache.eviction.scorers import WindowAttention
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
@@ -32,5 +32,5 @@ def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kerne
     SnapKV's 32). kernel: neighbours over which attention is averaged first, 1 for none (kvpress over its SnapKV: 5).
     Other scores choose chunks alike: 'keydiff:unit=chunk10,per=layer'.
     """
-    scorer = Window(window, kernel, "avg")
+    scorer = WindowAttention(window, kernel, "avg")
     return Method(select=make_selection(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))

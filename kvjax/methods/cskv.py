@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.calibration.bases import JointBases
 from kvjax.cache.codecs.base import CodecWrapper
-from kvjax.cache.codecs.low_rank import FromTable
+from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, pytree
@@ -128,6 +128,9 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     default those that ship with kvjax. Keys are held without their rotation. A prompt attends
     exactly.
     """
-    bases = JointBases.given(table)
-    k, v = FromTable(0, table=bases, of="bare_keys", share=keys), FromTable(0, table=bases, share=values)
+    bases = JointBases.table_file(table)
+    k, v = (
+        CalibratedLowRank(0, table=bases, of="bare_keys", share=keys),
+        CalibratedLowRank(0, table=bases, share=values),
+    )
     return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

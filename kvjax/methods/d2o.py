@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -40,31 +40,31 @@ class D2O:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = _by_rank(lost) if self.rule == "authors" else _by_token(lost)
         slot = jnp.where(joins, lost.slot, n)
-        number = arriving(jnp.ones(slot.shape), slot, n)
+        number = scatter_add(jnp.ones(slot.shape), slot, n)
         if self.rule == "authors":
             own, by, whole = 1.0, lost.cosine, 1.0 + number
         else:
             own, by = np.float32(np.e), jnp.exp(lost.cosine)
-            whole = own + arriving(by, slot, n)
-        k, v = (mixed(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            whole = own + scatter_add(by, slot, n)
+        k, v = (fold_into_kept(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
 
-def _by_rank(lost: Lost) -> Array:
+def _by_rank(lost: EvictedTokens) -> Array:
     """bool[B K T]: lost tokens of a rank at which the heads' mean cosine reaches the mean over all ranks and heads."""
     T = lost.mask.shape[2]
     rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
     at = jnp.where(lost.mask, rank, T)
-    total, heads = (over_heads.sum(arriving(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
+    total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
     mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
     enough = jnp.broadcast_to(total >= heads * (mean - ROUNDING), lost.mask.shape)
     return lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
 
 
-def _by_token(lost: Lost) -> Array:
+def _by_token(lost: EvictedTokens) -> Array:
     """bool[B K T]: lost tokens whose cosine reaches the mean over those of their head."""
     number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
     mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
-from kvjax.cache.eviction.decode_policy import at_least, require_observation
+from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.retrieval import Index, Retrieve
@@ -28,8 +28,8 @@ from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial, everything
 
 
-@table("channels")
-class ChannelOrder(Kind):
+@register_table_kind("channels")
+class ChannelOrder(TableKind):
     """The mean of |q_c k_c| by channel c of each layer and key/value head, each token's key with its own query.
 
     Arrays: `order` i32[K H], channels by falling mean, ties the lower first, and `means` f32[K H]. Queries and keys are
@@ -80,7 +80,7 @@ class LabelChannels(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        at_least("Double Sparsity", factor=(self.factor, 1))
+        check_minimum("Double Sparsity", factor=(self.factor, 1))
         if self.bits != 16:
             MinMax(self.bits)  # which raises for bits that it does not know
 
@@ -143,13 +143,13 @@ def _take_channels(k: Array, channels: Array) -> Array:
 class CalibratedLabels(Retrieve):
     """Retrieval by labels in the channels of a file of `ChannelOrder`, which were found on other texts."""
 
-    table: Given | None = None
+    table: TableFile | None = None
 
     num_queries: ClassVar[int | None] = 0
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
-        order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
+        order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         own_order = over_heads.local_part(jnp.asarray(order), block.k.shape[1])
         # Labels only choose which tokens are read, so no gradient passes through them.
         return self.index.fit_order(own_order, jax.tree.map(lax.stop_gradient, block))
@@ -190,9 +190,11 @@ def double_sparsity(
     channels`, or "shipped", with the channels that labels take; without one each prompt chooses its own. A prompt
     attends exactly.
     """
-    at_least("Double Sparsity", heavy=(heavy, 2))
+    check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
     read = (
-        CalibratedLabels(labels, heavy - 1, table=ChannelOrder.given(table)) if table else Retrieve(labels, heavy - 1)
+        CalibratedLabels(labels, heavy - 1, table=ChannelOrder.table_file(table))
+        if table
+        else Retrieve(labels, heavy - 1)
     )
     return Method(read=read, device_layers=device_layers)

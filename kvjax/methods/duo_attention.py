@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import (
+    ALL_TOKENS,
+    HeadTableBudgets,
+    HeadTokens,
+    check_head_fractions,
+    scores_of_all_heads,
+    top_heads_mask,
+)
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
@@ -18,26 +25,26 @@ from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingBudgets(ByTable):
+class StreamingBudgets(HeadTableBudgets):
     """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
 
     As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
     streams; there, chance decides.
     """
 
-    given: Given
+    given: TableFile
     sparsity: float
     streaming: int
 
     def __post_init__(self):
-        check_share_of_heads(sparsity=self.sparsity)
+        check_head_fractions(sparsity=self.sparsity)
 
-    def at(self, spec: LayerSpec) -> Lengths:
+    def at(self, spec: LayerSpec) -> HeadTokens:
         assert spec.index is not None
-        weights = of_all_heads(self.given, spec, "weights")
+        weights = scores_of_all_heads(self.given, spec, "weights")
         below = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
-        full = highest(weights, weights.size - below)[spec.index]
-        return Lengths(tuple(ALL if whole else self.streaming for whole in full.tolist()))
+        full = top_heads_mask(weights, weights.size - below)[spec.index]
+        return HeadTokens(tuple(ALL_TOKENS if whole else self.streaming for whole in full.tolist()))
 
 
 @recipe(
@@ -60,5 +67,5 @@ def duo_attention(
     `heads`, with a weight of each key/value head, such as the trained gates alpha or what `kvjax calibrate heads`
     makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
     """
-    rule = StreamingBudgets(HeadWeights.given(table), sparsity, sinks + recent)
+    rule = StreamingBudgets(HeadWeights.table_file(table), sparsity, sinks + recent)
     return Method(select=Selection(Recency(), rule, sinks, recent), side_store=Pages(rule, page))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy, at_least
-from kvjax.cache.eviction.merging import arriving, lost_tokens, mixed
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum
+from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, scatter_add
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
@@ -34,11 +34,11 @@ class AnchorMerge:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         slot = jnp.where(lost, self._nearest(block, kept, lost), n)
         weight = jnp.ones(slot.shape)
-        total = 1.0 + arriving(weight, slot, n)
-        k, v = (mixed(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        total = 1.0 + scatter_add(weight, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
 
     def _nearest(self, block: KVBlock, kept: KVBlock, lost: Array) -> Array:
@@ -66,11 +66,11 @@ class FixedPointEviction(Policy):
     distance: int = 25
 
     def __post_init__(self):
-        at_least("Elastic Cache", distance=(self.distance, 1))
+        check_minimum("Elastic Cache", distance=(self.distance, 1))
 
     def check(self, layer: MethodLayer) -> None:
         m = layer.method
-        budget = None if m.select is None else m.select.most()
+        budget = None if m.select is None else m.select.max_kept()
         if budget is None or m.layer_budgets is not None:
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
@@ -84,7 +84,7 @@ class FixedPointEviction(Policy):
 
     def num_slots(self, layer: MethodLayer) -> int:
         assert layer.method.select is not None
-        most = layer.method.select.most()
+        most = layer.method.select.max_kept()
         assert most is not None
         return most + 1
 
@@ -122,5 +122,5 @@ def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25
     first tokens, which always stay beside the last one (1 in the evaluation of the public code, 4 in its class).
     distance: while decoding the token leaves that has so many newer ones (25).
     """
-    select = make_selection(Accumulated(), budget, sinks, NUM_LAST_TOKENS, per="layer")
+    select = make_selection(AccumulatedAttention(), budget, sinks, NUM_LAST_TOKENS, per="layer")
     return Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))

@@ -8,14 +8,22 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.eviction.merging import (
+    MIN_KEY_NORM,
+    EvictedTokens,
+    fold_into_kept,
+    match_evicted,
+    scatter_add,
+    scores_of_kept,
+    unit_vectors,
+)
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, in_window
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, window_query_mask
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -39,7 +47,7 @@ class GlobalLocalAttention(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation = self.require_observation(observation)
         total, num_queries = attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
-        local_queries = in_window(observation, self.window).astype(jnp.float32)
+        local_queries = window_query_mask(observation, self.window).astype(jnp.float32)
         local, _ = attention_mass(block, observation, local_queries, spec.window)
         heads = _normalize_sum(total / jnp.maximum(num_queries, 1.0)[:, :, None]) + _normalize_sum(local)
         return head_scores(heads, heads.mean(2), block)
@@ -74,26 +82,28 @@ class CenterMerge:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = self._mask_band(lost, choice) & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
-        weight = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), SMALL)
-        own_weight = jnp.maximum(kept_scores(kept, choice), SMALL)
-        total = own_weight + arriving(weight, slot, n)
+        weight = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
+        own_weight = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
+        total = own_weight + scatter_add(weight, slot, n)
 
         def mean(x: Array, y: Array) -> Array:
-            return mixed(x, own_weight[..., None], y, weight, slot, total)
+            return fold_into_kept(x, own_weight[..., None], y, weight, slot, total)
 
-        direction, norm = (mean(f(kept.k), f(block.k)) for f in (directions, _norms))
+        direction, norm = (mean(f(kept.k), f(block.k)) for f in (unit_vectors, _norms))
         # A key that nothing was merged into keeps its bits, which a product of direction and norm would round.
-        is_merged = arriving(jnp.ones(slot.shape), slot, n)[..., None] > 0
-        k = jnp.where(is_merged, (directions(direction) * norm).astype(kept.k.dtype), kept.k)
+        is_merged = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        k = jnp.where(is_merged, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
 
-    def _mask_band(self, lost: Lost, choice: SelectedSlots) -> Array:
+    def _mask_band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
         """Marks the evicted tokens of the highest scores, bool[B K T]."""
         is_kept = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32)))
+        return top_k_mask(
+            choice.scores.per_kv_head, lost.mask, fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32))
+        )
 
 
 def _norms(keys: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -49,7 +49,7 @@ class ExpectedAttention(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block = block.clean()
         logits = expected_logits(block.k, *self._to_come(block, self.require_observation(observation), spec.rope))
-        readable = still_seen(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
+        readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
         p, _, l = weights(jnp.where(readable, logits, MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
@@ -60,8 +60,8 @@ class ExpectedAttention(Scorer):
     def _to_come(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
         """Mean f32[B K G H] and covariance f32[B K G H H] of the queries to come."""
         counted, steps = observation.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
-        bare = mean_over_bare(observation, counted, rope, sum_of_queries)[:, :, :, None]
-        mean = turned_ahead(bare, rope, block, steps)[:, :, :, 0]
+        bare = mean_over_pre_rope(observation, counted, rope, sum_queries)[:, :, :, None]
+        mean = rotate_ahead(bare, rope, block, steps)[:, :, :, 0]
         if not self.covariance:
             return mean, None
 
@@ -69,8 +69,8 @@ class ExpectedAttention(Scorer):
             apart = (q - bare) * counts
             return jnp.einsum("bkgqh,bkgqi->bkghi", apart, apart)
 
-        half = turned_ahead(mean_over_bare(observation, counted, rope, products), rope, block, steps)
-        return mean, turned_ahead(half.swapaxes(3, 4), rope, block, steps)
+        half = rotate_ahead(mean_over_pre_rope(observation, counted, rope, products), rope, block, steps)
+        return mean, rotate_ahead(half.swapaxes(3, 4), rope, block, steps)
 
 
 def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.bases import products
+from kvjax.cache.calibration.bases import sum_outer_products
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.channels import Channels
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks
@@ -144,10 +144,10 @@ class LowRankResidual(Codec):
         transposed = error.swapaxes(2, 3)
         # The smaller of the two Gram matrices has the same leading part of the decomposition.
         if n < H:
-            coordinates = leading_eigenvectors(products(transposed), min(rank, n)).astype(dtype)
+            coordinates = leading_eigenvectors(sum_outer_products(transposed), min(rank, n)).astype(dtype)
             basis = _matmul_f32(transposed, coordinates).astype(dtype)
         else:
-            basis = leading_eigenvectors(products(error), min(rank, H)).astype(dtype)
+            basis = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(dtype)
             coordinates = _matmul_f32(error, basis).astype(dtype)
         width = min(max(self.rank, self.later), H)
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), basis

@@ -8,7 +8,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    evict_lowest,
+    policy_state_at,
+    require_observation,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
@@ -53,7 +60,7 @@ class H2O(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
+        check_minimum("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
         if not 0 <= self.decay <= 1:
             raise KvjaxError(f"decay of H2O must be between 0 and 1, got {self.decay}; 1 forgets nothing")
         if self.normalise not in ("none", "visible-count"):
@@ -75,8 +82,8 @@ class H2O(Policy):
         pos = jnp.broadcast_to(block.pos, score.shape)
         is_recent = pos > last[..., None] - self.recent
         rank = jnp.where(is_recent, jnp.inf, self._normalize(score, pos, last[..., None], layer.spec))
-        chosen = best(rank, pos, min(self.heavy + self.recent, slots))
-        return chosen, marks_at(score, chosen, slots)
+        chosen = top_slots(rank, pos, min(self.heavy + self.recent, slots))
+        return chosen, policy_state_at(score, chosen, slots)
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t = q_pos[:, None]  # [B 1 1]
@@ -85,7 +92,7 @@ class H2O(Policy):
         score = jnp.where(t >= 0, self.decay * before + self._pool_heads(weights.sum(2)), state.policy_state)
         may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
         rank = self._normalize(score, state.pos, t, layer.spec)
-        return without_lowest(rank, state.pos, may_leave, t >= 0), score
+        return evict_lowest(rank, state.pos, may_leave, t >= 0), score
 
     def _pool_heads(self, received: Array) -> Array:
         """Averages attention f32[B K S] over the heads that choose together."""

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.budgets import Budget, budgets_of_layers, kept_by_length
-from kvjax.cache.eviction.ranking import Candidates, Counted
+from kvjax.cache.eviction.budgets import Budget, budgets_by_layer, num_kept_by_length
+from kvjax.cache.eviction.ranking import Candidates, MeasuredHeadTokens
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
@@ -35,9 +35,9 @@ LENGTHS_AT_ONCE = 1024  # prompt lengths whose divisions are computed together
 MEAN_TOLERANCE = 1e-3  # between the mean of a table's shares and its fraction: they are stored in float32
 
 
-@table("head_shares")
+@register_table_kind("head_shares")
 @dataclasses.dataclass(frozen=True)
-class CalibratedShares(Kind):
+class CalibratedShares(TableKind):
     """The fraction of a text's tokens that each head keeps when the tokens of all heads of all layers are ranked.
 
     Arrays of a layer: `fractions` f32[R], budgets as fractions of a text, ascending, equal in all layers; `shares`
@@ -52,13 +52,13 @@ class CalibratedShares(Kind):
     method: str = "turned_queries"
 
     @property
-    def measured_by(self) -> str:
+    def measuring_method(self) -> str:
         return self.method
 
     def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
         """Counts the tokens i32[L B K R] that each head and all heads of the model keep, and those of the texts."""
         assert layer.method.select is not None
-        size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
+        size, shape = layer.method.select.granularity.size, measures.scores.shape[:3]
         kept = []
         for fraction in CALIBRATED_FRACTIONS:
             # Scores do not depend on the budget, so one reading of the texts serves all fractions.
@@ -105,7 +105,7 @@ class Division:
       represented: fraction of a layer's units that representatives take.
     """
 
-    given: Given
+    given: TableFile
     model: tuple[int, int, int, int]
     budget: Budget
     sinks: int
@@ -116,7 +116,7 @@ class Division:
     def tokens(self, longest: int) -> np.ndarray:
         """Returns the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]."""
         # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
-        kept_by_length(self.budget, longest, self.sinks + self.recent)
+        num_kept_by_length(self.budget, longest, self.sinks + self.recent)
         return _cached_tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -125,7 +125,7 @@ class Division:
         It equals `granularity.split` for all lengths at once.
         """
         length = np.arange(longest + 1)
-        budget = self.budget.by_length(longest)
+        budget = self.budget.num_kept_by_length(longest)
         num_kept = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
         sinks = np.minimum(self.sinks, num_kept)
         recent = np.minimum(self.recent, num_kept - sinks)
@@ -197,13 +197,13 @@ def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, mos
 
 
 @functools.lru_cache(maxsize=16)
-def _load_table(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _load_table(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
     for i in range(model[0]):
         spec = LayerSpec(i, *model, None, Rope(model[3]))
-        size = given.of(spec, fractions=(None,))["fractions"].shape[0]
-        arrays = given.of(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
+        size = given.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
+        arrays = given.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(arrays["shares"].astype(np.float64))
         fractions.append(arrays["fractions"].astype(np.float64).tolist())
     at, remedy = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
@@ -241,33 +241,33 @@ class LayerDivision(HeadBudgets, Budget):
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def by_length(self, longest: int) -> np.ndarray:
+    def num_kept_by_length(self, longest: int) -> np.ndarray:
         # The mean over the heads, rounded up to whole units.
         tokens, size = self.tokens_by_length(longest), self.division.size
         always = self.division.quota(longest)[0]
         units = (tokens - always[:, None]).sum(1) // size
         return (always - size * (-units // tokens.shape[1])).astype(np.int32)
 
-    def kept(self, length: int) -> int:
-        return int(self.by_length(length)[length])
+    def num_kept(self, length: int) -> int:
+        return int(self.num_kept_by_length(length)[length])
 
-    def most(self) -> int | None:
-        most = self.division.budget.most()
+    def max_kept(self) -> int | None:
+        most = self.division.budget.max_kept()
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
         first = _load_table(self.division.given, self.division.model)[0][0]
-        return int(self.by_length(int(most / first) + 2 * self.division.size).max())
+        return int(self.num_kept_by_length(int(most / first) + 2 * self.division.size).max())
 
-    def of_rows(self, lengths: Array, longest: int) -> HeadBudgets:
+    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
         return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
 
 
-class SequenceBudgets(Counted):
+class SequenceBudgets(MeasuredHeadTokens):
     """The numbers of a layer for a batch of prompts."""
 
     # A layer's budget is its own here, so its heads take each other's places and no other layer's.
-    def others(self, spec: LayerSpec) -> int:
+    def num_other_heads(self, spec: LayerSpec) -> int:
         return spec.num_kv_heads - 1
 
 
@@ -275,7 +275,7 @@ class SequenceBudgets(Counted):
 class CalibratedDivision(HeadBudgets):
     """The rule of a table; bound to a layer and its selection, it becomes a `LayerDivision`."""
 
-    given: Given
+    given: TableFile
 
     def at(self, spec: LayerSpec) -> CalibratedDivision:
         _load_table(self.given, _model_shape(spec))
@@ -284,7 +284,7 @@ class CalibratedDivision(HeadBudgets):
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
         select = method.select
         assert select is not None
-        if len(set(budgets_of_layers(budget, spec))) > 1:
+        if len(set(budgets_by_layer(budget, spec))) > 1:
             raise IncompatibleMethod(
                 "head shares (slot `side_store`) divide one budget among all layers, and "
                 f"{type(select.budget).__name__} (slot `select`) has divided it already; give all layers the same, as "
@@ -292,7 +292,13 @@ class CalibratedDivision(HeadBudgets):
             )
         represented = 0.0 if method.representatives is None else method.representatives.share
         division = Division(
-            self.given, _model_shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
+            self.given,
+            _model_shape(spec),
+            select.budget,
+            select.sinks,
+            select.recent,
+            select.granularity.size,
+            represented,
         )
         assert spec.index is not None
         layer_division = LayerDivision(division, spec.index)
@@ -326,4 +332,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> Method:
     `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
     and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
     """
-    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.given(table)), page))
+    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.table_file(table)), page))

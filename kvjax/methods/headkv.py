@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 
 from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.head_budgets import ByTable, Lengths, of_all_heads
+from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, scores_of_all_heads
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -20,14 +20,14 @@ from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadWeightBudgets(ByTable):
+class HeadWeightBudgets(HeadTableBudgets):
     """A head's tokens: what all have alike, its share by weight of a pool of all layers and heads, and its window.
 
     Of the b = budget - window tokens beside the window, floor(b / beta) of each head go into the pool, and the others
     all heads have alike; numbers are rounded half to even, as in the authors' code.
     """
 
-    given: Given
+    given: TableFile
     budget: int
     window: int
     beta: float
@@ -40,8 +40,8 @@ class HeadWeightBudgets(ByTable):
         if self.beta < 1:
             raise KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
 
-    def at(self, spec: LayerSpec) -> Lengths:
-        weights = of_all_heads(self.given, spec, "weights")
+    def at(self, spec: LayerSpec) -> HeadTokens:
+        weights = scores_of_all_heads(self.given, spec, "weights")
         if weights.min() < 0 or not weights.any():
             raise KvjaxError(
                 f"weights of heads must be 0 or more and not all 0, got {weights.min():g} to {weights.max():g} in "
@@ -50,7 +50,7 @@ class HeadWeightBudgets(ByTable):
         each = self.budget - self.window
         pooled = int(each // self.beta)
         tokens = np.round(weights / weights.sum() * pooled * weights.size + each - pooled)
-        return Lengths(tuple(self.window + int(n) for n in tokens[spec.index]))
+        return HeadTokens(tuple(self.window + int(n) for n in tokens[spec.index]))
 
 
 @recipe(
@@ -83,6 +83,6 @@ def headkv(
     window, kernel, pool: of SnapKV's scores, by which each head chooses. table: a file of kind `heads`, with a weight
     of each key/value head; "shipped" for the shipped model's. page: slots of the pages in which heads are held.
     """
-    rule = HeadWeightBudgets(HeadWeights.given(table), budget, window, beta)
-    scorer = scorers.Window(window, kernel, pool)
+    rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
+    scorer = scorers.WindowAttention(window, kernel, pool)
     return Method(select=make_selection(scorer, rule, 0, window), side_store=Pages(rule, page))

@@ -11,12 +11,12 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.cache.readers.retrieval import slots_of_queries
-from kvjax.cache.readers.ring_buffer import Ring
+from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
@@ -31,7 +31,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 class InfLLMState:
     """A second copy of the latest tokens, and the keys that blocks are found by, on the device."""
 
-    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `Ring`
+    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `RingBuffer`
     v: memory.Buffer  # [B K P H]
     mass: Array  # f32[B K G P], attention received while inside the window
     num_blocks: Array  # i32[B], blocks so far
@@ -93,7 +93,7 @@ class BlockReader(Reader):
 
     def __post_init__(self):
         fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        at_least("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
         if self.prompt_chunk > self.local:
             raise KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"
@@ -130,7 +130,7 @@ class BlockReader(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -143,7 +143,7 @@ class BlockReader(Reader):
         recalled = (
             [] if reader_state.keys is None else [self._recall_blocks(layer, state, reader_state, far_q, is_kept)]
         )
-        if recalled and guessed is not None:
+        if recalled and other_partial is not None:
             recalled.append(self._recall_blocks(layer, state, reader_state, far_q, (q_pos >= 0) & ~is_kept))
 
         def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
@@ -157,8 +157,8 @@ class BlockReader(Reader):
             share = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
             return total, jnp.where(is_kept, p * share[..., None], 0.0).sum(3, keepdims=True)
 
-        # `by_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
-        out, mass = by_query_blocks(attend, q, q_pos, 64, far_q)
+        # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
+        out, mass = map_query_blocks(attend, q, q_pos, 64, far_q)
         reader_state = dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3))
         return ReadResult(out, reader_state, cross_layer=cross_layer)
 
@@ -168,14 +168,14 @@ class BlockReader(Reader):
         is_visible = visible(tokens.block.pos, t, layer.spec.window)
         return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
-    def _ring(self, slots: int) -> Ring:
+    def _ring(self, slots: int) -> RingBuffer:
         # The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
         # Whole blocks, so that none of them wraps around.
         max_tokens = self.local + self.block - 1 + 2 * self.prompt_chunk
-        return Ring(self.sinks, -(-max(min(max_tokens, slots - self.sinks), 1) // self.block) * self.block)
+        return RingBuffer(self.sinks, -(-max(min(max_tokens, slots - self.sinks), 1) // self.block) * self.block)
 
-    def _ring_from_mass(self, mass: Array) -> Ring:
-        return Ring(self.sinks, mass.shape[3] - self.sinks)
+    def _ring_from_mass(self, mass: Array) -> RingBuffer:
+        return RingBuffer(self.sinks, mass.shape[3] - self.sinks)
 
     def _first_slot(self, block_index: Array) -> Array:
         return self.sinks + block_index * self.block

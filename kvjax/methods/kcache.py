@@ -12,7 +12,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits, shares
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks, shares
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
@@ -45,7 +45,7 @@ class TopValues(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         keys = layer.k.load(state.k)
@@ -62,7 +62,7 @@ class TopValues(Reader):
             o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
             return ReadResult(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
 
-        return by_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
+        return map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 
 
 def _bytes(x: Sizes) -> Bytes:

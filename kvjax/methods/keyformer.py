@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    evict_lowest,
+    policy_state_at,
+    require_observation,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
@@ -65,7 +72,7 @@ class Keyformer(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
+        check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
         if min(self.tau, self.tau_end) <= 0:
             raise KvjaxError(
                 f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
@@ -91,8 +98,8 @@ class Keyformer(Policy):
         score = attention_mass(block, observation, every, layer.spec.window, logit_transform=perturb)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
-        chosen = best(rank, pos, min(self.budget, slots))
-        return chosen, KeyformerState(marks_at(score, chosen, slots), last[:, 0] + 1)
+        chosen = top_slots(rank, pos, min(self.budget, slots))
+        return chosen, KeyformerState(policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array
@@ -106,7 +113,7 @@ class Keyformer(Policy):
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return without_lowest(score, state.pos, old, t >= 0), KeyformerState(score, prompt)
+        return evict_lowest(score, state.pos, old, t >= 0), KeyformerState(score, prompt)
 
     def noise(self, spec: LayerSpec, num_own_heads: int, q_pos: Array, pos: Array) -> Array:
         """Draws Gumbel noise for this device's key/value heads.

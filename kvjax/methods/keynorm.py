@@ -21,7 +21,7 @@ from kvjax.methods.trial import Trial, selected
 class KeyNorm(Scorer):
     """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
 
-    comparable = False  # each layer's norms are on a scale of their own
+    is_comparable = False  # each layer's norms are on a scale of their own
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return token_scores(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)

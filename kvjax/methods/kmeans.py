@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.representatives import Units, check_share
+from kvjax.cache.eviction.representatives import EvictableUnits, check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
@@ -40,7 +40,7 @@ class KMeans:
         if self.features not in ("keys", "bits"):
             raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
-    def choose(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Units -> i32[B places] as in `Representatives`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
@@ -65,7 +65,7 @@ class KMeans:
         mine = _members(d, used, units.candidates) > 0
         return jnp.where(mine.any(1), _nearest(jnp.where(mine, d, jnp.inf), 1)[:, 0], -1)
 
-    def _features(self, units: Units) -> Array:
+    def _features(self, units: EvictableUnits) -> Array:
         """f32[B U F]."""
         if self.features == "bits":
             return unit_signatures(units).astype(jnp.float32)

@@ -7,11 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.representatives import Units, check_share
+from kvjax.cache.eviction.representatives import EvictableUnits, check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -59,11 +59,13 @@ class KVCrush:
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def choose(self, units: Units, num_wanted: Array, max_wanted: int) -> Array:
+    def choose(self, units: EvictableUnits, num_wanted: Array, max_wanted: int) -> Array:
         """i32[B max_wanted]: see `Representatives`."""
         return self.choose_by_signature(unit_signatures(units, self.bits), units, num_wanted, max_wanted)
 
-    def choose_by_signature(self, signatures: Array, units: Units, num_wanted: Array, max_wanted: int) -> Array:
+    def choose_by_signature(
+        self, signatures: Array, units: EvictableUnits, num_wanted: Array, max_wanted: int
+    ) -> Array:
         """`choose`, by given signatures bool[B U bits]."""
         num_bits = signatures.shape[-1]
         distance = hamming_distance(pack_bits(signatures), pack_bits(self._anchor(signatures, units.valid)))
@@ -118,7 +120,7 @@ class KVCrush:
         return jnp.pad(order, [(0, 0), (0, max(max_bins - U, 0))])[:, :max_bins]
 
 
-def unit_signatures(units: Units, bits: str = "heads") -> Array:
+def unit_signatures(units: EvictableUnits, bits: str = "heads") -> Array:
     """bool[B U size * N] for "heads", bool[B U size] for "positions": see `KVCrush`."""
     B, _, _, U, size = units.scores.shape
     scores = over_heads.gather(units.scores)
@@ -126,7 +128,7 @@ def unit_signatures(units: Units, bits: str = "heads") -> Array:
         scores = scores.mean((1, 2), keepdims=True)
     scores = scores.reshape(B, -1, U * size)
     allowed = jnp.repeat(units.valid, size, -1)[:, None]
-    better_half = top(scores, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
+    better_half = top_k_mask(scores, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
     return jnp.moveaxis(better_half.reshape(B, -1, U, size), 1, 3).reshape(B, U, -1)
 
 

@@ -7,14 +7,21 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import arriving, at_slot, directions, lost_tokens, mixed
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
+from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, gather_at_slots, scatter_add, unit_vectors
+from kvjax.cache.eviction.scorers import (
+    AccumulatedAttention,
+    Scorer,
+    Scores,
+    head_scores,
+    pre_window_mask,
+    rank_below_others,
+)
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -50,13 +57,13 @@ class MergeSets:
     def assign(self, block: KVBlock, scores: Array) -> Array:
         """Returns the set of each token by scores f32[B K T]: i32[B K T], counted from the first, T in empty slots."""
         T = scores.shape[2]
-        real, old = block.pos >= 0, before_window(block, self.recent)
-        is_heavy = top(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
+        real, old = block.pos >= 0, pre_window_mask(block, self.recent)
+        is_heavy = top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
         may_join = old & ~is_heavy
-        direction = directions(block.clean().k)
+        direction = unit_vectors(block.clean().k)
         cosine = _shift_right((direction[:, :, 1:] * direction[:, :, :-1]).sum(-1))
         excess = real.sum(2, dtype=jnp.int32) - self.budget
-        joins_previous = top(cosine, may_join & _shift_right(may_join[:, :, :-1]), jnp.maximum(excess, 0))
+        joins_previous = top_k_mask(cosine, may_join & _shift_right(may_join[:, :, :-1]), jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joins_previous, 2, dtype=jnp.int32) - 1, T)
 
     def pivots(self, block: KVBlock, scores: Array) -> Array:
@@ -65,7 +72,7 @@ class MergeSets:
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
         index = (*_heads(sets), sets)
         highest = jnp.full(sets.shape, -jnp.inf).at[index].max(scores, mode="drop")
-        is_best = scores == at_slot(highest, sets)
+        is_best = scores == gather_at_slots(highest, sets)
         first = jnp.full(sets.shape, T).at[index].min(jnp.where(is_best, place, T), mode="drop")
         return place == first.at[index].get(mode="fill", fill_value=-1)
 
@@ -88,10 +95,10 @@ class PivotScores(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        attention = Accumulated().scores(block, observation, spec)
+        attention = AccumulatedAttention().scores(block, observation, spec)
         others = (block.pos >= 0) & ~self.sets.pivots(block, attention.per_kv_head)
-        per_query_head = below_others(attention.per_query_head, others[:, :, None])
-        return head_scores(per_query_head, below_others(attention.per_kv_head, others), block)
+        per_query_head = rank_below_others(attention.per_query_head, others[:, :, None])
+        return head_scores(per_query_head, rank_below_others(attention.per_kv_head, others), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +122,15 @@ class GaussianMerge:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         slot, n = self._slots(block, kept, choice), kept.k.shape[2]
-        num_merged = arriving(jnp.ones(slot.shape), slot, n)
+        num_merged = scatter_add(jnp.ones(slot.shape), slot, n)
         pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
         distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
         variance = jnp.full(num_merged.shape, self.sigma**2)
         if not self.sigma:
-            variance = arriving(distance, slot, n) / (1.0 + num_merged)
-        weight = jnp.exp(-distance / jnp.maximum(2 * at_slot(variance, slot), 1e-12))
-        total = 1.0 + arriving(weight, slot, n)
-        k, v = (mixed(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            variance = scatter_add(distance, slot, n) / (1.0 + num_merged)
+        weight = jnp.exp(-distance / jnp.maximum(2 * gather_at_slots(variance, slot), 1e-12))
+        total = 1.0 + scatter_add(weight, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(num_merged) if self.count else kept.bias)
 
     def _slots(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots) -> Array:
@@ -134,7 +141,7 @@ class GaussianMerge:
         kept_sets = jnp.where(slots >= 0, jnp.take_along_axis(sets, jnp.maximum(slots, 0), 2), sets.shape[2])
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], slots.shape)
         slot = jnp.full(sets.shape, n).at[(*_heads(sets), kept_sets)].min(place, mode="drop")
-        return jnp.where(lost_tokens(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
+        return jnp.where(evicted_mask(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
 
 
 def _counted(x: Sizes) -> Bytes:

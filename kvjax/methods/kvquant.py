@@ -13,14 +13,14 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks, Coded
-from kvjax.cache.codecs.exact_prefix import FirstExact
+from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
-from kvjax.cache.eviction.representatives import Count
+from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array, pytree
@@ -31,8 +31,8 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 NORMAL_FLOAT_BITS = (2, 3, 4, 8)
 
 
-@table("levels")
-class LevelTable(Kind):
+@register_table_kind("levels")
+class LevelTable(TableKind):
     """The levels of each layer's keys and values, both f32[2 2^bits], ascending in a range of -1..1.
 
     The first row decides which numbers have the same code: those that are nearest to one level. The second is what a
@@ -113,7 +113,7 @@ class NonUniformCodec(ChunkCodec):
     """
 
     axis: str = "channel"
-    given: Given | None = None
+    given: TableFile | None = None
     of: str = "keys"
     spec: LayerSpec | None = None
 
@@ -127,7 +127,7 @@ class NonUniformCodec(ChunkCodec):
         bound._levels()  # a table that does not fit raises here, when the method is bound
         return bound
 
-    def quantise(self, x: Array) -> Coded:
+    def quantize(self, x: Array) -> Coded:
         over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
         least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
         # Halves first, so that the sum of two large numbers does not overflow.
@@ -152,7 +152,7 @@ class NonUniformCodec(ChunkCodec):
         if self.given is None:
             return np.stack([normal_float_levels(self.bits)] * 2)
         assert self.spec is not None
-        return self.given.of(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
+        return self.given.layer_arrays(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
 
 
 @pytree
@@ -228,7 +228,7 @@ class QuantileOutliers(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: Count) -> Count:
+    def on_a_side(self, length: IntOrArray) -> IntOrArray:
         return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
 
 
@@ -273,10 +273,10 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     values of each layer; without one they are those of NormalFloat (authors: by Fisher information). An outlier takes
     4 bytes beside itself in a key, and 1 in a value. Attention in the prompt is exact.
     """
-    levels = LevelTable.given(table) if table else None
+    levels = LevelTable.table_file(table) if table else None
     keys = NonUniformCodec(bits, every, "channel", levels, "keys")
     values = NonUniformCodec(bits, every, "token", levels, "values")
     return Method(
-        k=FirstExact(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
-        v=FirstExact(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
+        k=ExactPrefix(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
+        v=ExactPrefix(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
     )

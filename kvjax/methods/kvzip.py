@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scope import level_slots
+from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -159,5 +159,5 @@ def kvzip(
     level=model bytes are planned as an upper bound, and scores are computed twice.
     """
     return Method(
-        select=make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page)
+        select=make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
     )

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.granularity import by_unit
+from kvjax.cache.eviction.granularity import group_into_units
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -44,7 +44,7 @@ class LagKV(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
-        keys, values = (by_unit(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
+        keys, values = (group_into_units(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
         scored = (_spread(keys) + _spread(values)) / 2
         if not self.cross:
             scored = scored.argsort(-1).argsort(-1).astype(jnp.float32) / self.lag

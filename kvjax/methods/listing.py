@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, Recipe, load_all
-from kvjax.methods.strings import recipe_of
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry, load_all
+from kvjax.methods.strings import find_entry
 
 MORE = "`kvjax methods NAME ...` has parameters, defaults and sources; `a + b` composes methods"
 
 
-def chosen(names: Sequence[str]) -> list[Recipe]:
+def chosen(names: Sequence[str]) -> list[MethodEntry]:
     """These methods in this order, or all by name; raises KvjaxError with the nearest name for an unknown one."""
-    return [recipe_of(name) for name in names] or [recipe for _, recipe in sorted(load_all().items())]
+    return [find_entry(name) for name in names] or [recipe for _, recipe in sorted(load_all().items())]
 
 
-def overview(recipes: Sequence[Recipe], width: int | None) -> str:
+def overview(recipes: Sequence[MethodEntry], width: int | None) -> str:
     """A line for each method below its family's; width: columns to which lines are cut, None for whole ones."""
     longest = max(len(recipe.name) for recipe in recipes)
     lines = []
@@ -31,7 +31,7 @@ def _cut(line: str, width: int | None) -> str:
     return line if width is None or len(line) <= width else line[: width - 1] + "…"
 
 
-def details(recipe: Recipe) -> str:
+def details(recipe: MethodEntry) -> str:
     """Parameters with their defaults, source, family, what differs, and the whole description."""
     given = ", ".join(f"{n}: {p.annotation.__name__}{_default(p)}" for n, p in recipe.parameters.items())
     lines = [f"source: {recipe.source}", f"family: {recipe.family}"]
@@ -44,7 +44,7 @@ def _default(parameter: Any) -> str:
     return "" if parameter.default is parameter.empty else f" = {parameter.default}"
 
 
-def as_json(recipe: Recipe) -> dict[str, Any]:
+def as_json(recipe: MethodEntry) -> dict[str, Any]:
     """The same as a JSON object."""
     parameters = {
         name: {"type": p.annotation.__name__, "default": None if p.default is p.empty else p.default}

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.methods.registry import RECIPES, Recipe, file_of, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, MethodEntry, is_builtin, load_all, source_file
 
 ENTRY_POINTS = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
@@ -51,8 +51,8 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     try:
         module = _load_file(Path(text)) if _names_file(text) else _import(text)
     except BaseException:
-        RECIPES.clear()  # nothing of what failed stays
-        RECIPES.update(before)
+        REGISTRY.clear()  # nothing of what failed stays
+        REGISTRY.update(before)
         raise
     if names := _names(module, before):
         return names
@@ -90,9 +90,9 @@ def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
 def _load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
     found = entry.load()
     if isinstance(found, types.ModuleType):
-        if not _names(found, RECIPES):
+        if not _names(found, REGISTRY):
             raise KvjaxError("the module defines no method")
-    elif not any(recipe.make is found for recipe in RECIPES.values()):
+    elif not any(recipe.make is found for recipe in REGISTRY.values()):
         raise KvjaxError("it is neither a module nor a function below @recipe")
 
 
@@ -112,8 +112,8 @@ def _load_file(path: Path) -> types.ModuleType:
     known = _find_module(path)
     if known and _DIGESTS.get(path, digest) == digest:
         return known
-    for name in [name for name, recipe in RECIPES.items() if file_of(recipe.make) == path]:
-        del RECIPES[name]  # what was edited may have another name
+    for name in [name for name, recipe in REGISTRY.items() if source_file(recipe.make) == path]:
+        del REGISTRY[name]  # what was edited may have another name
     name = known.__name__ if known else _module_name(path)
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -178,12 +178,12 @@ def _extend_path(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _names(module: types.ModuleType, before: dict[str, Recipe]) -> tuple[str, ...]:
+def _names(module: types.ModuleType, before: dict[str, MethodEntry]) -> tuple[str, ...]:
     """The methods that a module defines or imports, or that came with it."""
-    own = {name: recipe for name, recipe in RECIPES.items() if not is_ours(recipe.make)}
+    own = {name: recipe for name, recipe in REGISTRY.items() if not is_builtin(recipe.make)}
     values = {id(value) for value in vars(module).values()}
 
-    def belongs(name: str, recipe: Recipe) -> bool:
+    def belongs(name: str, recipe: MethodEntry) -> bool:
         inside = f"{recipe.make.__module__}.".startswith(f"{module.__name__}.")
         return inside or id(recipe.make) in values or recipe is not before.get(name)
 

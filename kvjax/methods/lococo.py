@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import halves
-from kvjax.cache.eviction.granularity import gather, slots_where, top
-from kvjax.cache.eviction.merging import kept_scores, lost_tokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
+from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, merge, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
@@ -41,9 +41,9 @@ class Convolution(NamedTuple):
     normalizer: Array  # f32[1], weight of the mix against a slot's own token
 
 
-@table("lococo")
+@register_table_kind("lococo")
 @dataclasses.dataclass(frozen=True)
-class ConvolutionTable(Kind):
+class ConvolutionTable(TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
     Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
@@ -93,7 +93,7 @@ class ConvolutionTable(Kind):
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
         texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
-        if not lost_tokens(texts.earlier, texts.choice).any():
+        if not evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise KvjaxError(
                 f"no text loses a token; give texts of {least} tokens or more, as `length`, or fewer slots"
@@ -128,17 +128,17 @@ class SplitTexts(NamedTuple):
 def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> SplitTexts:
     """Splits texts with all of their queries [B K G T H], and selects `budget` tokens of the earlier halves."""
     pos = block.pos[:, 0]
-    is_earlier, is_later_query = halves(block, Observation(q, pos))
+    is_earlier, is_later_query = split_halves(block, Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
     num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
     observation = Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
-    choice = make_selection(Accumulated(), budget).choose(earlier, observation, num_kept, budget, spec)
+    choice = make_selection(AccumulatedAttention(), budget).select_slots(earlier, observation, num_kept, budget, spec)
     later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))
     q_pos = jnp.where(is_later_query, pos, -1)
 
     def read(half: KVBlock) -> Partial:
-        return by_query_blocks(lambda q, at: attend_dense(q, half, at, spec.window), q, q_pos, 64)
+        return map_query_blocks(lambda q, at: attend_dense(q, half, at, spec.window), q, q_pos, 64)
 
     read_later = read(later)
     return SplitTexts(earlier, choice, q, q_pos, read_later, merge([read(earlier), read_later]))
@@ -146,7 +146,7 @@ def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Split
 
 def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, window: int | None) -> Array:
     """Computes the squared error of the queries' outputs, relative to the squares of those over all tokens."""
-    kept = gather(texts.earlier, texts.choice.slots)
+    kept = gather_tokens(texts.earlier, texts.choice.slots)
     kept = merge_by_convolution(texts.earlier, kept, texts.choice, convolution, slots, 0)
     out = merge([attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
     counts = (texts.q_pos >= 0)[:, None, None, :, None]
@@ -205,12 +205,12 @@ def merge_by_convolution(
     is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
     is_recent = is_used & (kept.pos > block.pos.max(2, keepdims=True) - recent)
     num_scored = jnp.full(is_used.shape[:2], heavy - recent, jnp.int32)
-    is_heavy = is_recent | top(kept_scores(kept, choice), is_used & ~is_recent, num_scored)
-    is_mixed = lost_tokens(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
-    evicts = lost_tokens(block, choice).any(2, keepdims=True)
+    is_heavy = is_recent | top_k_mask(scores_of_kept(kept, choice), is_used & ~is_recent, num_scored)
+    is_mixed = evicted_mask(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
+    evicts = evicted_mask(block, choice).any(2, keepdims=True)
     is_anchor = is_used & ~is_heavy & evicts
     rank, M, own = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0], _join_kv(kept)
-    mix = _convolve(_join_kv(block), slots_where(is_mixed, block.k.shape[2]), convolution)
+    mix = _convolve(_join_kv(block), mask_to_slots(is_mixed, block.k.shape[2]), convolution)
     mix = memory.take(mix, jnp.clip(rank, 0, M - 1))
     weight = convolution.normalizer[None, None, None]
     new = (1 - weight) * own + weight * mix
@@ -249,12 +249,14 @@ class ConvolutionMerge:
       recent: last tokens, which are never mixed.
     """
 
-    given: Given
+    given: TableFile
     budget: int
     recent: int
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
-        arrays = self.given.of(spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)).values()
+        arrays = self.given.layer_arrays(
+            spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)
+        ).values()
         convolution = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
         num_mixed, width = convolution.weight.shape[0], convolution.weight.shape[2]
         if convolution.bias.shape[0] != num_mixed or width % 2 == 0:
@@ -290,5 +292,5 @@ def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method
     0). table: a file of kind `lococo`, whose class says how the public code's weights are laid out; those that ship
     with kvjax are made as by `kvjax calibrate lococo`.
     """
-    select = make_selection(Accumulated(), budget, 0, recent)
-    return Method(select=select, merge=ConvolutionMerge(ConvolutionTable.given(table), budget, recent))
+    select = make_selection(AccumulatedAttention(), budget, 0, recent)
+    return Method(select=select, merge=ConvolutionMerge(ConvolutionTable.table_file(table), budget, recent))

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import greatest_logits, halves
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import max_logits, split_halves
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -30,9 +30,9 @@ from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, selected
 
 
-@table("locret")
+@register_table_kind("locret")
 @dataclasses.dataclass(frozen=True)
-class RetainingHeads(Kind):
+class RetainingHeads(TableKind):
     """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
 
     `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before RoPE;
@@ -55,8 +55,8 @@ class RetainingHeads(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
-        earlier, later = halves(block, observation)
-        target = greatest_logits(block, observation, later, spec.window)
+        earlier, later = split_halves(block, observation)
+        target = max_logits(block, observation, later, spec.window)
         # A sliding window may hide a token from all later queries; such a token has no target.
         has_target = earlier[:, :1] & over_heads.any(target > MASKED_LOGIT / 2)
         own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
@@ -127,13 +127,13 @@ class RetainingScorer(Scorer):
       given: a file of `RetainingHeads`.
     """
 
-    given: Given
+    given: TableFile
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation = self.require_observation(observation)
         K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
-        fc1, fc2 = self.given.of(spec, fc1=(None, columns), fc2=(K, None)).values()
+        fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
         fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
 
@@ -146,7 +146,7 @@ class RetainingScorer(Scorer):
 
         # In blocks of tokens, because the inputs are wider than keys and values together.
         k, v = block.k[:, :, None], block.v[:, :, None]
-        scores = by_query_blocks(run_network, observation.q, observation.pos, 512, k, v)[:, :, 0]
+        scores = map_query_blocks(run_network, observation.q, observation.pos, 512, k, v)[:, :, 0]
         return token_scores(scores, block)
 
 
@@ -175,5 +175,5 @@ def locret(
     of kind `locret`, whose class says how released weights are laid out; those that ship with kvjax are fitted, as
     `kvjax calibrate locret` does, by linear regression where the paper trains for 3,000 steps.
     """
-    scorer = RetainingScorer(RetainingHeads.given(table))
+    scorer = RetainingScorer(RetainingHeads.table_file(table))
     return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))

@@ -8,8 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, below_others, head_scores
+from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
+from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, head_scores, rank_below_others
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -30,12 +30,14 @@ class TextPrior(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, observation, spec)
+        found = AccumulatedAttention().scores(block, observation, spec)
         image = jnp.zeros(block.pos.shape, bool)
         for first, last in self.images:
             image |= (block.pos >= first) & (block.pos <= last)
         return head_scores(
-            below_others(found.per_query_head, image[:, :, None]), below_others(found.per_kv_head, image), block
+            rank_below_others(found.per_query_head, image[:, :, None]),
+            rank_below_others(found.per_kv_head, image),
+            block,
         )
 
 
@@ -56,15 +58,18 @@ class NearestMerge:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
-        number = arriving(jnp.ones(lost.slot.shape), lost.slot, n)
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
+        number = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
         own = 1.0 + number / 2 if self.rule == "pivot" else jnp.ones(number.shape)
         by = self._weights(lost)
-        whole = 1.0 + (arriving(by, lost.slot, n) if self.rule == "normalised" else number)
-        k, v = (mixed(x, own[..., None], y, by, lost.slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        whole = 1.0 + (scatter_add(by, lost.slot, n) if self.rule == "normalised" else number)
+        k, v = (
+            fold_into_kept(x, own[..., None], y, by, lost.slot, whole)
+            for x, y in ((kept.k, block.k), (kept.v, block.v))
+        )
         return dataclasses.replace(kept, k=k, v=v)
 
-    def _weights(self, lost: Lost) -> Array:
+    def _weights(self, lost: EvictedTokens) -> Array:
         """f32[B K T]: what each lost token is multiplied by."""
         if self.rule == "weighted":
             return lost.cosine

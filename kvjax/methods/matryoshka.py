@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import FromTable
+from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -34,5 +34,7 @@ def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -
     cache keep over 90 % of the quality). table: the file of `kvjax calibrate bases`, by default those that ship with
     kvjax. A query is projected once, and so is the mix of values; nothing is expanded. A prompt attends exactly.
     """
-    bases = Bases.given(table)
-    return Method(k=FromTable(table=bases, of="keys", share=keys), v=FromTable(table=bases, share=values))
+    bases = Bases.table_file(table)
+    return Method(
+        k=CalibratedLowRank(table=bases, of="keys", share=keys), v=CalibratedLowRank(table=bases, share=values)
+    )

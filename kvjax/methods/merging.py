@@ -6,12 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import SMALL, arriving, mixed, nearest
+from kvjax.cache.eviction.merging import MIN_KEY_NORM, fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -36,17 +36,17 @@ class ValueMerge:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = lost.mask & (lost.cosine >= self.threshold)
         if self.fraction < 1:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
             number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
-            joins &= top(lost.cosine, lost.mask, number)
+            joins &= top_k_mask(lost.cosine, lost.mask, number)
         theirs, there = _norms(block.v), jnp.minimum(lost.slot, n - 1)
-        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + SMALL)
+        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + MIN_KEY_NORM)
         weight = jnp.maximum(lost.cosine, 0.0) * share
         slot = jnp.where(joins, lost.slot, n)
-        v = mixed(kept.v, 1.0, block.v, weight, slot, 1.0 + arriving(weight, slot, n))
+        v = fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + scatter_add(weight, slot, n))
         return dataclasses.replace(kept, v=v)
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import MinMax, Rows
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt, TiersByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
 from kvjax.cache.codecs.tokens import Tokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.core.attention_mass import Observation
@@ -29,7 +29,7 @@ class BalancedKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelBalancer(KeysByPrompt):
+class ChannelBalancer(PromptAdaptiveKeys):
     """Multiplies key channels by b = sqrt(max |q| / max |k|), and divides those of queries by it (MiKV, 2402.18096).
 
     Products are unchanged, and outliers are shared between queries and keys. The maxima are those of a prompt, over the
@@ -100,7 +100,7 @@ def _scale(x: Array, weight: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(TiersByPrompt, Tier):
+class BalancedTier(PromptAdaptiveTiers, Tier):
     """A low tier whose key channels are balanced by all queries and keys of the prompt."""
 
 
@@ -140,7 +140,7 @@ def mikv(
     coded = Tokens(low, group=group)
     held = Rows(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(Accumulated(), share, ChannelBalancer(coded), coded, recent)
+        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = Tier(Accumulated(), share, coded, coded, recent)
+        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

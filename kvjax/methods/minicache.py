@@ -8,16 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.granularity import gather, slots_where, top
-from kvjax.cache.eviction.representatives import Count, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.mixed_precision import Tiers
 from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, everything
@@ -70,7 +70,7 @@ class SharedDirections(Tiers):
             return None
         return dataclasses.replace(self, paired_layer=1 if is_lower else -1)
 
-    def num_main_slots(self, kept: Count) -> Count:
+    def num_main_slots(self, kept: IntOrArray) -> IntOrArray:
         return kept - fraction_of(1 - self.share, kept)
 
     def split(
@@ -80,10 +80,12 @@ class SharedDirections(Tiers):
         assert observation is not None and observation.paired_block is not None
         own, other = block.clean(), observation.paired_block.clean()
         length = (own.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        is_exact = top(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
-        exact_slots = slots_where(is_exact, self.num_main_slots(most))
-        merged_slots = slots_where((own.pos >= 0) & ~is_exact, max(self.room(most), 1))
-        return gather(own, exact_slots), self._merge(layer, gather(own, merged_slots), gather(other, merged_slots))
+        is_exact = top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
+        exact_slots = mask_to_slots(is_exact, self.num_main_slots(most))
+        merged_slots = mask_to_slots((own.pos >= 0) & ~is_exact, max(self.room(most), 1))
+        return gather_tokens(own, exact_slots), self._merge(
+            layer, gather_tokens(own, merged_slots), gather_tokens(other, merged_slots)
+        )
 
     def _merge(self, layer: MethodLayer, own: KVBlock, other: KVBlock) -> MergedTokens:
         """Stores the same tokens of this layer and of its partner as directions and lengths."""
@@ -111,7 +113,7 @@ class SharedDirections(Tiers):
             p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, 512)
 
     def visible_block(self, layer: MethodLayer, store: MergedTokens) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""

@@ -54,12 +54,12 @@ class Pyramid(Budget):
     def at(self, spec: LayerSpec) -> Pyramid:
         return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
-    def kept(self, length: int) -> int:
+    def num_kept(self, length: int) -> int:
         return min(length, self._authors(length) if self.rule == "authors" else self._peer(length))
 
-    def most(self) -> int | None:
+    def max_kept(self) -> int | None:
         # From four times the budget on, the length of the prompt no longer limits any layer.
-        return self.kept(4 * round(self.tokens) + 4 * self.window)
+        return self.num_kept(4 * round(self.tokens) + 4 * self.window)
 
     def _authors(self, length: int) -> int:
         tokens = int(self.tokens)
@@ -114,5 +114,5 @@ def pyramidkv(
     than flat. rule: "authors", integers as in their code (rounding lets the sum exceed the budget), or "peer", kvpress'
     floating-point form. window, kernel, pool, reduce, reduce_first, sinks, unit, per as in `snapkv`.
     """
-    scorer = scorers.Window(window, kernel, pool, reduce, reduce_first)
+    scorer = scorers.WindowAttention(window, kernel, pool, reduce, reduce_first)
     return Method(select=make_selection(scorer, Pyramid(budget, window, beta, rule), sinks, window, unit, per))

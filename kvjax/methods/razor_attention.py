@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.calibration.head_tables import RetrievalHeads
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.eviction.merging import lost_tokens
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import (
+    ALL_TOKENS,
+    HeadTableBudgets,
+    HeadTokens,
+    check_head_fractions,
+    scores_of_all_heads,
+    top_heads_mask,
+)
+from kvjax.cache.eviction.merging import evicted_mask
 from kvjax.cache.eviction.selection import SelectedSlots, Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -23,14 +30,14 @@ from kvjax.methods.trial import Bytes, Sizes, Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class RazorBudgets(ByTable):
+class RazorBudgets(HeadTableBudgets):
     """Heads among the highest in echo or in induction keep all tokens; the others the ends of a row, and one between.
 
     echo, induction: the shares of all heads of the model that are highest, rounded. recent: the last tokens of a row
     that other heads keep, or one in `part` of all of its tokens where that is more; part 0: never.
     """
 
-    given: Given
+    given: TableFile
     echo: float
     induction: float
     sinks: int
@@ -38,17 +45,17 @@ class RazorBudgets(ByTable):
     part: int
 
     def __post_init__(self):
-        check_share_of_heads(echo=self.echo, induction=self.induction)
+        check_head_fractions(echo=self.echo, induction=self.induction)
         if self.part < 0:
             raise KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
 
-    def at(self, spec: LayerSpec) -> Lengths:
+    def at(self, spec: LayerSpec) -> HeadTokens:
         full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
-            full |= highest(of_all_heads(self.given, spec, name), round(share * full.size))
+            full |= top_heads_mask(scores_of_all_heads(self.given, spec, name), round(share * full.size))
         beside = self.sinks + 1  # and the token that stands for all between
-        tokens = (ALL if whole else beside + self.recent for whole in full[spec.index].tolist())
-        return Lengths(tuple(tokens), self.part, beside)
+        tokens = (ALL_TOKENS if whole else beside + self.recent for whole in full[spec.index].tolist())
+        return HeadTokens(tuple(tokens), self.part, beside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Compensation:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         loses = lost.any(2, keepdims=True)
         place = choice.slots[:, :, min(self.sinks, n - 1), None]  # of the token whose slot it takes
         folded = lost | (loses & (jnp.arange(block.k.shape[2])[None, None] == place))
@@ -114,7 +121,7 @@ def razor_attention(
     calibrate retrieval_heads` makes of random tokens; "shipped" for the shipped model's. page: slots of the pages in
     which heads of unequal length are held.
     """
-    rule = RazorBudgets(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
+    rule = RazorBudgets(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
     return Method(
         select=Selection(Recency(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
     )

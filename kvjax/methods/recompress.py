@@ -10,13 +10,12 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.decode_policy import Policy
-from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState, last_positions
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -46,7 +45,7 @@ class Recompress(Policy):
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
-        if select.most() is None:
+        if select.max_kept() is None:
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
@@ -63,7 +62,7 @@ class Recompress(Policy):
     def target(self, layer: MethodLayer) -> int:
         """Tokens of a head after a selection."""
         assert layer.method.select is not None
-        most = layer.method.select.most()
+        most = layer.method.select.max_kept()
         assert most is not None
         return most
 
@@ -109,9 +108,11 @@ class Recompress(Policy):
         assert method.select is not None
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        block = gather(KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos), order)
+        block = gather_tokens(KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos), order)
         num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
-        chosen = method.select.choose(block, state.policy_state, num_kept, S, layer.spec, method.representatives).slots
+        chosen = method.select.select_slots(
+            block, state.policy_state, num_kept, S, layer.spec, method.representatives
+        ).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
         B, K, _ = slot.shape

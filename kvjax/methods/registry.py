@@ -18,13 +18,13 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 import kvjax.methods
-from kvjax.cache.eviction.budgets import Tokens
+from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.errors import KvjaxError
 from kvjax.methods.trial import Trial
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class MethodEntry:
     """A published method: how to make it, and where it comes from."""
 
     name: str
@@ -82,7 +82,7 @@ M = TypeVar("M")  # a method: `Method`, or what implements the contract itself
 
 LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer
 
-RECIPES: dict[str, Recipe] = {}
+REGISTRY: dict[str, MethodEntry] = {}
 
 
 def recipe(
@@ -94,7 +94,7 @@ def recipe(
     sized_by: str = "",
     family: str = OWN_FAMILY,
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
+    """Registers a function that returns a method, with its citation, under the function's name; see `MethodEntry`."""
     if not isinstance(source, str):
         raise KvjaxError('a recipe says where its method comes from: @recipe("an idea of mine")')
     if family not in (*FAMILIES, OWN_FAMILY):
@@ -119,7 +119,7 @@ def recipe(
             return dataclasses.replace(cast(Any, method), recipe=make.__name__ + (f":{text}" if text else ""))
 
         name = make.__name__
-        RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by, family)
+        REGISTRY[name] = MethodEntry(name, named, source, trials, formula, differs, example or name, sized_by, family)
         return named
 
     return register
@@ -136,21 +136,21 @@ def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> Non
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if is_ours(make) or (other := _load_ours().get(name)) is None:
+    if is_builtin(make) or (other := _load_ours().get(name)) is None:
         return
-    if is_ours(other.make):
+    if is_builtin(other.make):
         raise KvjaxError(f"kvjax has a method called {name} ({other.source}); give yours another name")
-    files = [file_of(other.make), file_of(make)]
+    files = [source_file(other.make), source_file(make)]
     if None not in files and files[0] != files[1]:
         raise KvjaxError(f"two files define a method called {name}: {files[0]} and {files[1]}; rename one of them")
 
 
-def is_ours(make: Callable[..., Any]) -> bool:
+def is_builtin(make: Callable[..., Any]) -> bool:
     """Whether a recipe's function is kvjax's and not a user's."""
     return make.__module__.startswith(f"{kvjax.methods.__name__}.")
 
 
-def file_of(make: Callable[..., Any]) -> Path | None:
+def source_file(make: Callable[..., Any]) -> Path | None:
     """The file in which a recipe's function stands; None for one of a shell, or of a notebook's cell."""
     code = getattr(inspect.unwrap(make), "__code__", None)
     file = code and Path(code.co_filename)
@@ -164,22 +164,22 @@ KINDS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: (bool
 def _check_value(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
     """Raises KvjaxError for a value of another type than the parameter's, or a number that no device has."""
     want, name = parameter.annotation, f"parameter {parameter.name!r} of {recipe}"
-    if want is Tokens:
+    if want is TokenBudget:
         try:
-            Tokens(value)
+            TokenBudget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
     elif want in KINDS:
         is_number = want in (int, float)
         if not isinstance(value, KINDS[want]) or (is_number and (isinstance(value, bool) or value != value)):
-            raise KvjaxError(is_no_value(recipe, parameter, value))
+            raise KvjaxError(describe_wrong_type(recipe, parameter, value))
     if (
         isinstance(value, numbers.Real) and abs(cast(float, value)) > LARGEST
     ):  # also of what is a number or something else
         raise KvjaxError(f"{name} must be at most {LARGEST:,}, got {value!r:.60}; no text is so long")
 
 
-def is_no_value(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
+def describe_wrong_type(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
     """The error that says which type a parameter has, and what to write for a number of another one."""
     want, name = parameter.annotation, parameter.name
     said = f"parameter {name!r} of {recipe} is {want.__name__}, got {given!r:.60} (default {parameter.default!r})"
@@ -198,7 +198,7 @@ def is_no_value(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
     return f"{said}; write {name}={math.floor(value)} or {name}={math.ceil(value)}"
 
 
-def has_no_parameter(recipe: str, name: str, known: Sequence[str]) -> str:
+def describe_unknown_parameter(recipe: str, name: str, known: Sequence[str]) -> str:
     """The error that names the parameter that is nearest, and all of them."""
     close = nearest(name, known)
     has = f"has {', '.join(known)}" if known else "has none"
@@ -216,21 +216,21 @@ def _why_no_call(recipe: str, signature: inspect.Signature, given: Iterable[str]
     known = list(signature.parameters)
     for name in given:
         if name not in known:
-            return has_no_parameter(recipe, name, known)
+            return describe_unknown_parameter(recipe, name, known)
     return f"{recipe}: {error}; it has {', '.join(known) or 'no parameters'}"
 
 
-def load_all() -> dict[str, Recipe]:
+def load_all() -> dict[str, MethodEntry]:
     """All recipes: those of kvjax, those of installed packages, and those that the user has defined or loaded."""
     from kvjax.methods.loading import load_entry_points  # which needs this module
 
     _load_ours()
     load_entry_points()
-    return RECIPES
+    return REGISTRY
 
 
-def _load_ours() -> dict[str, Recipe]:
+def _load_ours() -> dict[str, MethodEntry]:
     """Imports every file of this folder, each of which registers its own."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")
-    return RECIPES
+    return REGISTRY

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
@@ -75,7 +75,7 @@ class QuestionRetrieval(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -118,5 +118,5 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
     video). recent: last tokens, always read, for question and answer. Unlike `infllm`, all keys of a block make its
     key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
     """
-    at_least("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
+    check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
     return Method(k=Host(Plain()), v=Host(Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent))

@@ -11,12 +11,12 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.cache.readers.ring_buffer import Ring
+from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, scores, visible
 from kvjax.core.attention_mass import Observation
@@ -27,7 +27,7 @@ from kvjax.methods.trial import Bytes, Sizes, Trial
 
 @pytree
 class StaticTokens:
-    """A second copy of the first and last tokens on the device, in the P places of a `Ring`."""
+    """A second copy of the first and last tokens on the device, in the P places of a `RingBuffer`."""
 
     k: memory.Buffer  # [B K P H]
     v: memory.Buffer  # [B K P H]
@@ -49,7 +49,7 @@ class HostSearch(Reader):
 
     def __post_init__(self):
         name = "RetrievalAttention"
-        at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+        check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])
@@ -68,7 +68,7 @@ class HostSearch(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -87,16 +87,16 @@ class HostSearch(Reader):
             others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
             return combine(attend_dense(q, static, q_pos, window), others)
 
-        return ReadResult(by_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 
-    def _ring(self, slots: int) -> Ring:
+    def _ring(self, slots: int) -> RingBuffer:
         """Returns the ring of a layer with this many slots; a ring with as many slots as places is the same."""
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
-        return Ring(sinks, places - sinks)
+        return RingBuffer(sinks, places - sinks)
 
 
-def _ring_slots(ring: Ring, n: Array) -> Array:
+def _ring_slots(ring: RingBuffer, n: Array) -> Array:
     """Returns the slots in the ring's places after n i32[B] tokens: i32[B 1 P], -1 where there is none."""
     return ring.slots(n, jnp.full_like(n, ring.sinks))
 

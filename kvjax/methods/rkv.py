@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
+from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scores, pre_window_mask, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -51,14 +51,14 @@ class RKV(Scorer):
         check_kernel(self.kernel)
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        block, before = block.clean(), before_window(block, self.num_queries)
+        block, before = block.clean(), pre_window_mask(block, self.num_queries)
         observation = latest_queries(self.require_observation(observation), self.num_queries)
         is_visible = attention.visible(block.pos, observation.pos, spec.window)[:, :, 0] & before[:, :, None]
         logits = attention.scores(observation.q, block.k).max(2)
         p, _, l = attention.weights(jnp.where(is_visible, logits, attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
-        received = pooled(received, before, self.kernel, "max")
+        received = pool_scores(received, before, self.kernel, "max")
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
         return token_scores(jnp.where(before, score, 1.0), block)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
@@ -86,8 +86,8 @@ def rocketkv(
     pages are found (the authors shrink tokens and channels alike: 1 / page; TensorRT-LLM takes all). A prompt attends
     exactly.
     """
-    at_least("RocketKV", page=(page, 1))
+    check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
-    select = make_selection(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
+    select = make_selection(scorers.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
     return Method(select=select, read=Retrieve(HybridBoxes(page, channels), topk // page - 1, per="head"))

@@ -11,11 +11,11 @@ from jax import lax
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec, CodecWrapper
-from kvjax.cache.codecs.exact_prefix import FirstExact
-from kvjax.cache.codecs.per_token import Quantiser, Rows, hadamard, scale_of
+from kvjax.cache.codecs.exact_prefix import ExactPrefix
+from kvjax.cache.codecs.per_token import Quantizer, Rows, hadamard, step_size
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
@@ -37,7 +37,7 @@ class ZeroPointCodes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPointQuantizer(Quantiser):
+class ZeroPointQuantizer(Quantizer):
     """Asymmetric quantization with an integer zero point, as in RotateKV's code; 4 bytes in addition to the codes.
 
     With top = 2^bits - 1: scale = (clip max - clip min) / top, zero = round(-clip min / scale), code = round(x / scale)
@@ -63,7 +63,7 @@ class ZeroPointQuantizer(Quantiser):
         least, most = x.min(-1, keepdims=True) * self.clip, x.max(-1, keepdims=True) * self.clip
         # Far from zero, a narrow range gets wider steps rather than a zero point that overflows.
         magnitude = jnp.maximum(jnp.abs(least), jnp.abs(most))
-        scale = jnp.maximum(scale_of(most - least, top, 1e-30), magnitude / MAX_ZERO_POINT_STEPS).astype(jnp.bfloat16)
+        scale = jnp.maximum(step_size(most - least, top, 1e-30), magnitude / MAX_ZERO_POINT_STEPS).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)  # as it is stored, so that codes and zero point belong to the rounded scale
         zero = jnp.round(-least / step)
         codes = jnp.clip(jnp.round(x / step) + zero, 0.0, top).astype(jnp.uint32)
@@ -102,7 +102,7 @@ class CrossHeadRotation(CodecWrapper):
     """
 
     heads: int = 4
-    means: Given | None = None
+    means: TableFile | None = None
     spec: LayerSpec | None = None
 
     pre_rope: ClassVar[bool] = True
@@ -164,7 +164,7 @@ class CrossHeadRotation(CodecWrapper):
         """Rotates the mean key of the table: f32[1 K*H]."""
         assert self.spec is not None and self.means is not None
         K, H = self.spec.num_kv_heads, self.spec.head_dim
-        mean = self.means.of(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
+        mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._rotate_groups(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
     def _sort_channels(self, sums: Array, num_own_heads: int) -> Array:
@@ -230,6 +230,6 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
     models). On several devices keys are gathered from all of them to be read. Takes H bits / 8 + 4 bytes for each of a
     key and a value, per token and head of size H. Attention in the prompt is exact.
     """
-    quantiser = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = CrossHeadRotation(Rows(quantiser), heads, Bases.given(table) if table else None)
-    return Method(k=FirstExact(keys, sinks), v=FirstExact(Rows(quantiser, "hadamard"), sinks))
+    quantizer = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
+    keys = CrossHeadRotation(Rows(quantizer), heads, Bases.table_file(table) if table else None)
+    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(Rows(quantizer, "hadamard"), sinks))

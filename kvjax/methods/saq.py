@@ -171,12 +171,12 @@ class StaircaseQuantizer(Codec):
 
     def _quantize(self, level: int, x: Array) -> Level:
         """Codes tokens [B K n H], whole groups, in the bits of a level."""
-        codes, scale, lo = self._group_codec(level).quantise(x)
+        codes, scale, lo = self._group_codec(level).quantize(x)
         return Level(*map(memory.pack, (quant.pack(codes, self.bits[level], 3), scale, lo)))
 
     def _dequantize(self, level: int, stored: Level, index: Array) -> Array:
         """Restores the tokens of a level at index i32[B K n], clipped -> [B K n H]."""
-        return self._group_codec(level).coded_rows(stored, index)
+        return self._group_codec(level).gather_codes(stored, index)
 
 
 def _bytes(x: Sizes) -> Bytes:

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, newest_first, require_observation
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    policy_state_at,
+    require_observation,
+    sort_newest_first,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
@@ -52,7 +59,7 @@ class Scissorhands(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
+        check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
         if not 0 <= self.drop < 1:
             raise KvjaxError(f"drop of Scissorhands is a share of the budget in [0, 1), got {self.drop}; it uses 0.5")
         if self.low < self.recent:
@@ -91,10 +98,10 @@ class Scissorhands(Policy):
         pos = jnp.broadcast_to(block.pos, count.shape)
         is_over = is_over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
-        chosen = best(rank, pos, min(self.budget, slots))
+        chosen = top_slots(rank, pos, min(self.budget, slots))
         place = jnp.arange(chosen.shape[2])[None, None]  # tokens are in the order of their rank
         chosen = jnp.where(is_over & (place >= self.low), -1, chosen)
-        return chosen, jnp.where(is_over, 0, marks_at(count, chosen, slots))
+        return chosen, jnp.where(is_over, 0, policy_state_at(count, chosen, slots))
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
@@ -107,7 +114,7 @@ class Scissorhands(Policy):
         count, is_due = before + is_low.astype(jnp.int32), real & (steps_left == 0)
 
         def compress(pos: Array, count: Array) -> tuple[Array, Array]:
-            order = newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
+            order = sort_newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
             place = jnp.argsort(order, axis=2).astype(jnp.int32)
             return jnp.where(is_due & (place >= self.low), -1, pos), jnp.where(is_due, 0, count)
 

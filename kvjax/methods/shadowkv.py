@@ -11,16 +11,16 @@ from jax import lax
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.low_rank import Fitted
-from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -79,18 +79,18 @@ class ShadowStore(SideStore):
         block = block.clean()
         num_chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(num_chunks * self.chunk, dtype=jnp.int32)[None, None]
-        front = gather(block, jnp.where(slot < block.pos.shape[2], slot, -1))
+        front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, least_cosine = self._landmarks(front.k)
 
         # Whole chunks before the local ones leave the main slots, except those that are least like their mean.
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         is_whole = jnp.arange(num_chunks, dtype=jnp.int32)[None, None] < (length // self.chunk - self.local)[..., None]
-        is_outlier = top(-least_cosine, is_whole, jnp.full_like(length, self.outliers))
+        is_outlier = top_k_mask(-least_cosine, is_whole, jnp.full_like(length, self.outliers))
         leaves = jnp.repeat(is_whole & ~is_outlier, self.chunk, -1)
 
         rest = jnp.zeros((*leaves.shape[:2], block.pos.shape[2]), bool)
         stays = ~jnp.concatenate([leaves, rest], 2)[:, :, : block.pos.shape[2]]
-        main = gather(block, slots_where((block.pos >= 0) & stays, min(self.num_main_slots(most), slots)))
+        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots)))
         tokens = self._encode_chunks(layer, block, front, leaves)
         return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
 
@@ -132,7 +132,7 @@ class ShadowStore(SideStore):
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + offset, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return by_query_blocks(attend, q, q_pos, 16)
+        return map_query_blocks(attend, q, q_pos, 16)
 
     def positions(self, store: ShadowState) -> Array:
         return store.tokens.pos

@@ -41,6 +41,6 @@ def snapkv(
     """
     return Method(
         select=make_selection(
-            scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
+            scorers.WindowAttention(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
         )
     )

@@ -98,7 +98,7 @@ class SpeculativeReader(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -114,7 +114,7 @@ class SpeculativeReader(Reader):
             rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
             rows = reader_state.rows
-        part, mass = self._attend(layer, state, s, q, rows, q_pos, guessed)
+        part, mass = self._attend(layer, state, s, q, rows, q_pos, other_partial)
         if self.speculative:
             # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
             with jax.named_scope("prefetch"):
@@ -138,7 +138,7 @@ class SpeculativeReader(Reader):
         q: Array,
         rows: FetchedTokens,
         q_pos: Array,
-        guessed: Partial | None,
+        other_partial: Partial | None,
     ) -> tuple[Partial, Array]:
         """Attends to low-bit and fetched tokens; also returns the last query's weight of each slot, f32[B K S]."""
         at = jnp.maximum(rows.idx, 0)
@@ -153,7 +153,7 @@ class SpeculativeReader(Reader):
         p, m, l = weights(jnp.where(is_replaced[:, :, None, None], MASKED_LOGIT, s))
         fetched = attend_scores(exact, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
-        total = part if guessed is None else combine(part, guessed)
+        total = part if other_partial is None else combine(part, other_partial)
 
         def normalize_last(p: Array, m: Array) -> Array:
             """Normalizes the last query's weights, of maximum m, over all tokens that it reads."""

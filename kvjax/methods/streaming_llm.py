@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
@@ -33,7 +33,7 @@ class SinksAndRecent(Policy):
     sinks: int = 4
 
     def __post_init__(self):
-        at_least("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
+        check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.sinks + self.recent + 1
@@ -57,9 +57,9 @@ class SinksAndRecent(Policy):
         oldest = jnp.where(behind, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(full & behind & (pos == oldest), -1, pos), None
 
-    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         if layer.method.select is not None:
-            return super().index(layer, held, pos)
+            return super().cache_positions(layer, held, pos)
         # Without gaps between the recent tokens, the newest position alone tells.
         base = jnp.maximum(held.max(2, keepdims=True) - self.sinks - self.recent, 0)
         return jnp.where(pos < self.sinks, pos, pos - base)

@@ -13,7 +13,14 @@ from kvjax.cache import compose as slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import ComponentConflict, KvjaxError
-from kvjax.methods.registry import Recipe, has_no_parameter, is_no_value, is_ours, load_all, nearest
+from kvjax.methods.registry import (
+    MethodEntry,
+    describe_unknown_parameter,
+    describe_wrong_type,
+    is_builtin,
+    load_all,
+    nearest,
+)
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
@@ -54,14 +61,14 @@ def _compose_two(a: KVMethod, b: KVMethod) -> Method:
 def _with_equal_heads(a: KVMethod, b: KVMethod) -> str:
     """The string of both in which those with a parameter `level` leave heads equal; nothing where it is no method."""
     try:
-        given = [part for method in (a, b) for part in parts_given(name_of(method))]
+        given = [part for method in (a, b) for part in parse_parts(name_of(method))]
         equal = [
             part._replace(values=part.values | {"level": "head"})
             if "level" in load_all()[part.name].parameters
             else part
             for part in given
         ]
-        text = joined(equal)
+        text = format_methods(equal)
         if equal != given and parse(text):
             return text
     except KvjaxError:  # one of them is no recipe, or there is another clash
@@ -69,31 +76,31 @@ def _with_equal_heads(a: KVMethod, b: KVMethod) -> str:
     return ""
 
 
-def parts_of(method: str | KVMethod) -> tuple[Part, ...]:
+def split_methods(method: str | KVMethod) -> tuple[Part, ...]:
     """The recipes that a method is composed of, each with all of its parameters, those left out at their default.
 
     None for a method of one's own, which no string makes.
     """
     try:
-        given = parts_given(method if isinstance(method, str) else name_of(method))
+        given = parse_parts(method if isinstance(method, str) else name_of(method))
     except KvjaxError:
         return ()
     return tuple(Part(part.name, _defaults(load_all()[part.name]) | part.values) for part in given)
 
 
-def is_made_by_kvjax(text: str) -> bool:
+def is_builtin_method(text: str) -> bool:
     """Whether a name is a string of kvjax's own methods alone, which makes the same method everywhere."""
-    parts = parts_of(text)
-    return parts != () and all(is_ours(load_all()[part.name].make) for part in parts)
+    parts = split_methods(text)
+    return parts != () and all(is_builtin(load_all()[part.name].make) for part in parts)
 
 
-def parts_given(text: str) -> tuple[Part, ...]:
+def parse_parts(text: str) -> tuple[Part, ...]:
     """The recipes that a string names, with the parameters that it gives and no others; raises as `parse` does."""
     return tuple(Part(name, given) for name, given in _calls(text))
 
 
-def joined(parts: Iterable[Part]) -> str:
-    """The string that names these recipes with these parameters: what `parts_given` takes apart."""
+def format_methods(parts: Iterable[Part]) -> str:
+    """The string that names these recipes with these parameters: what `parse_parts` takes apart."""
 
     def written(part: Part) -> str:
         given = ",".join(f"{key}={value}" for key, value in part.values.items())
@@ -102,7 +109,7 @@ def joined(parts: Iterable[Part]) -> str:
     return " + ".join(map(written, parts))
 
 
-def split_many(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """The strings of methods that `;` separates."""
     parts = [p.strip() for p in text.split(";") if p.strip()]
     if not parts:
@@ -110,13 +117,13 @@ def split_many(text: str) -> list[str]:
     return parts
 
 
-def named(methods: Methods) -> dict[str, KVMethod]:
+def resolve(methods: Methods) -> dict[str, KVMethod]:
     """Methods by the names that reports give them, each once: strings as they were written, values by `name_of`."""
     found: dict[str, KVMethod] = {}
     several = [methods] if isinstance(methods, str) or not isinstance(methods, Iterable) else methods
     for one in cast(Sequence[str | KVMethod], several):
         if isinstance(one, str):
-            found |= {text: parse(text) for text in split_many(one)}
+            found |= {text: parse(text) for text in split_list(one)}
         else:
             name, method = name_of(one), method_of(one)
             if found.get(name, method) != method:
@@ -176,20 +183,20 @@ def _as_string(call: str) -> str | None:
 
     Raises KvjaxError for a recipe that nobody knows.
     """
-    recipe = recipe_of(call.partition("(")[0].strip().rpartition(".")[2])
+    recipe = find_entry(call.partition("(")[0].strip().rpartition(".")[2])
     known = list(recipe.parameters)
     try:
         found = cast(ast.Call, ast.parse(call.strip(), mode="eval").body)
         values = [ast.literal_eval(x) for x in found.args]
-        named = {str(x.arg): ast.literal_eval(x.value) for x in found.keywords}
+        resolve = {str(x.arg): ast.literal_eval(x.value) for x in found.keywords}
     except (SyntaxError, ValueError, AttributeError):  # cut short, no literal, or more than a call
         return None
     if len(values) > len(known):
         return None
-    return joined([Part(recipe.name, dict(zip(known, values, strict=False)) | named)])
+    return format_methods([Part(recipe.name, dict(zip(known, values, strict=False)) | resolve)])
 
 
-def recipe_of(name: str) -> Recipe:
+def find_entry(name: str) -> MethodEntry:
     """The recipe of a name; raises KvjaxError with the nearest name, and how a method of one's own becomes known."""
     recipes = load_all()
     if name in recipes:
@@ -205,7 +212,7 @@ def recipe_of(name: str) -> Recipe:
 
 def _call(text: str) -> tuple[str, dict[str, Any]]:
     name, _, arguments = text.partition(":")
-    recipe = recipe_of(name.strip())
+    recipe = find_entry(name.strip())
     given: dict[str, Any] = {}
     for part in arguments.split(","):
         if part.strip():
@@ -216,16 +223,16 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
     return recipe.name, given
 
 
-def _defaults(recipe: Recipe) -> dict[str, Any]:
+def _defaults(recipe: MethodEntry) -> dict[str, Any]:
     return {name: p.default for name, p in recipe.parameters.items() if p.default is not p.empty}
 
 
-def _argument(recipe: Recipe, text: str) -> tuple[str, Any]:
+def _argument(recipe: MethodEntry, text: str) -> tuple[str, Any]:
     key, equals, value = (x.strip() for x in text.partition("="))
     known = recipe.parameters
     if key not in known:
         _check_no_path(key)
-        raise KvjaxError(has_no_parameter(recipe.name, key, list(known)))
+        raise KvjaxError(describe_unknown_parameter(recipe.name, key, list(known)))
     if not equals or not value:
         raise KvjaxError(f"parameter {key!r} of {recipe.name} needs a value, as in {key}={known[key].default}")
     return key, _value(recipe.name, known[key], value)
@@ -248,4 +255,4 @@ def _value(recipe: str, parameter: inspect.Parameter, text: str) -> Any:
     except KvjaxError as e:
         raise KvjaxError(f"parameter {parameter.name!r} of {recipe}: {e}") from None
     except (ValueError, KeyError):
-        raise KvjaxError(is_no_value(recipe, parameter, text)) from None
+        raise KvjaxError(describe_wrong_type(recipe, parameter, text)) from None

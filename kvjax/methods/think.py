@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt, TiersByPrompt
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import in_window
+from kvjax.cache.eviction.scorers import window_query_mask
 from kvjax.cache.method import Method
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -31,7 +31,7 @@ class PrunedKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelPruner(KeysByPrompt):
+class ChannelPruner(PromptAdaptiveKeys):
     """Drops the key channels of each head that score lowest (ThinK, 2407.21018, section 3).
 
     A channel's score is the mean square of it in a sequence's last queries, over the query heads of the group too,
@@ -56,10 +56,10 @@ class ChannelPruner(KeysByPrompt):
     def found(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Chooses the channels that stay, i32[B K 1 C]; ties go to the lower channel."""
         H = x.shape[3]
-        is_observed = in_window(observation, self.num_queries)[:, None, None, :, None]
+        is_observed = window_query_mask(observation, self.num_queries)[:, None, None, :, None]
         score = _mean_square(observation.q, is_observed, (2, 3)) * _mean_square(x, (pos >= 0)[..., None], (2,))
         num_kept = H - fraction_of(self.share, H)
-        stays = top(score, jnp.ones((), bool), jnp.full(score.shape[:1], num_kept, jnp.int32))
+        stays = top_k_mask(score, jnp.ones((), bool), jnp.full(score.shape[:1], num_kept, jnp.int32))
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :num_kept]
 
@@ -107,7 +107,7 @@ def _take_channels(x: Array, channels: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class OlderTokens(TiersByPrompt):
+class OlderTokens(PromptAdaptiveTiers):
     """The side store of all tokens that a prompt leaves, except the last `recent`, which stay in the slots whole."""
 
     k: ChannelPruner

@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.core.attention import MASKED_LOGIT, weights
@@ -65,7 +65,7 @@ class PersistentTokens(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         if cross_layer is None or self.chooses:
@@ -76,7 +76,7 @@ class PersistentTokens(Reader):
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
             return attend_slots(layer, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1)))
 
-        return ReadResult(by_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
 
     def _attend_and_select(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
         """Attends to all tokens; the cross-layer value is positions, i32[B K T G n], -1 where unused."""
@@ -94,7 +94,7 @@ class PersistentTokens(Reader):
                 Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
             )
 
-        result = by_query_blocks(attend, q, q_pos, 64)
+        result = map_query_blocks(attend, q, q_pos, 64)
         return result._replace(cross_layer=jnp.moveaxis(result.cross_layer, 3, 2))
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, require_observation, top_slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
@@ -36,7 +36,7 @@ class Tova(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("TOVA", budget=(self.budget, 1))
+        check_minimum("TOVA", budget=(self.budget, 1))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
@@ -50,16 +50,16 @@ class Tova(Policy):
         weight = over_heads.mean(attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
-        return best(weight, block.pos, min(self.budget, slots)), None
+        return top_slots(weight, block.pos, min(self.budget, slots)), None
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
-        return without_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
+        return evict_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
 
     def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
-        if select is not None and select.per != "layer":
+        if select is not None and select.scope != "layer":
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, cannot work with slot `select` by {select.scorer}: TOVA holds the same tokens "
                 "in all heads of a layer, and this selection keeps others in each; give it per=layer, as in "

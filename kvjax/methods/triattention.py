@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -46,16 +46,16 @@ class TriAttention(Scorer):
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
 
         def sums(q: Array, counts: Array) -> tuple[Array, Array]:
-            return sum_of_queries(q, counts), moduli(q, rope.dim).sum(3)
+            return sum_queries(q, counts), moduli(q, rope.dim).sum(3)
 
-        mean, modulus = mean_over_bare(observation, observation.pos >= 0, rope, sums)
+        mean, modulus = mean_over_pre_rope(observation, observation.pos >= 0, rope, sums)
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
-        turned = turned_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
+        turned = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
         heads = jnp.einsum("bkgh,bksh->bkgs", turned, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
-        readable = still_seen(block, spec.window)
+        readable = visible_to_next_query(block, spec.window)
         if self.normalise:
             heads = standardize(heads, readable)
         heads = jnp.where(readable, heads, MASKED_LOGIT)

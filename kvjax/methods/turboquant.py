@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.cache.binding import bind_component
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.per_token import Quantiser, Rows, scale_of
+from kvjax.cache.codecs.per_token import Quantizer, Rows, step_size
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -33,7 +33,7 @@ class DirectionCodes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LloydMax(Quantiser):
+class LloydMax(Quantizer):
     """Codes a vector's direction at 2^bits Lloyd-Max levels of N(0, 1/H) (TurboQuant, 2504.19874; vLLM's code).
 
     The entries of a rotated unit vector are nearly distributed so. The length takes 2 bytes in addition to the codes.
@@ -101,7 +101,7 @@ class UniformCodes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class UniformQuantizer(Quantiser):
+class UniformQuantizer(Quantizer):
     """Equal steps from a vector's least to its greatest number, with float16 scales (vLLM's values of TurboQuant).
 
     scale = max((max - min) / (2^bits - 1), 1e-8), code = floor((x - min) / scale + 1/2), x' = code * scale + min.
@@ -118,7 +118,7 @@ class UniformQuantizer(Quantiser):
     def encode(self, x: Array) -> UniformCodes:
         top = float(2**self.bits - 1)
         least = x.min(-1, keepdims=True)
-        scale = scale_of(x.max(-1, keepdims=True) - least, top, 1e-8)
+        scale = step_size(x.max(-1, keepdims=True) - least, top, 1e-8)
         codes = jnp.clip(jnp.floor((x - least) / scale + 0.5), 0.0, top).astype(jnp.uint32)
         ends = jnp.clip(jnp.concatenate([scale, least], -1), -MAX_FLOAT16, MAX_FLOAT16)
         return UniformCodes(quant.pack(codes, self.bits, -1), ends.astype(jnp.float16))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import still_seen
+from kvjax.cache.eviction.competition import level_components
+from kvjax.cache.eviction.future_queries import visible_to_next_query
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scope import level_slots
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -67,7 +67,7 @@ class TurnedQueries(Scorer):
         is_query = observation.pos >= 0
         target_pos = jnp.where(is_query, (end + self.ahead)[:, None], -1)
         # Tokens outside a sliding window of the next query are never seen again, so they score nothing.
-        readable = still_seen(block, spec.window)[:, :, :, None]
+        readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, pos, target_pos = queries
@@ -145,5 +145,5 @@ def turned_queries(
     """
     return Method(
         select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
-        **level_slots(level, page),
+        **level_components(level, page),
     )

@@ -8,8 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.separable import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.method import Method
@@ -17,6 +16,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -63,7 +63,7 @@ class ProbeAttention(Scorer):
         length = (observation.pos >= 0).sum(-1, dtype=jnp.int32)
         first = length + fraction_of(self.share, -length)  # of the newest
         chance = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
-        drawn = top(
+        drawn = top_k_mask(
             chance, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
         )
         slot = jnp.where(drawn | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
@@ -121,5 +121,5 @@ def zipcache(
     them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
     exact.
     """
-    tier = Tier(ProbeAttention(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    tier = Tier(ProbeAttention(probes, normalise, seed), share, Channels(low), SeparableTokenwise(low))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.separable import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.mixed_precision import Tiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -62,7 +62,7 @@ class UnimportantTokens(Tiers):
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
+        return top_k_mask(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
 
     def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
         """i32[B]: how many tokens of each row are important."""
@@ -107,6 +107,6 @@ def zipvl(
     the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
     is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
     """
-    keys, values = Channels(low), SeparableTokens(low)
+    keys, values = Channels(low), SeparableTokenwise(low)
     tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))

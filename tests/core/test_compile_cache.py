@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.core import compile_cache, matmul
-from kvjax.core.matmul import WITHOUT_PACKING
+from kvjax.core.matmul import NO_PACKING
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
 from kvjax.generation import compiled, timing
@@ -19,8 +19,8 @@ from kvjax.testing import toy_model
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "tied", "told"),
     [
-        (4, 768, jnp.float32, False, WITHOUT_PACKING),
-        (32, 2048, jnp.float32, False, WITHOUT_PACKING),
+        (4, 768, jnp.float32, False, NO_PACKING),
+        (32, 2048, jnp.float32, False, NO_PACKING),
         (8, 768, jnp.float32, True, {}),
         (4, 576, jnp.float32, False, {}),
         (1, 768, jnp.float32, False, {}),
@@ -66,7 +66,7 @@ def test_compilation_is_told_apart_from_running():
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
     model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
-    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(WITHOUT_PACKING.items()))
+    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(NO_PACKING.items()))
 
     def lowered(*args, **static):
         texts.append(jitted.lower(*args, **static).compile().as_text())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvjax import KvjaxError, methods, parse, planned_bytes
-from kvjax.cache.eviction.budgets import Tokens
+from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.methods.registry import LARGEST, load_all
 from kvjax.testing import toy_model
 
 CONFIG = toy_model(layers=2).config
-INTEGERS = [(r, n) for r in load_all().values() for n, p in r.parameters.items() if p.annotation in (int, Tokens)]
+INTEGERS = [(r, n) for r in load_all().values() for n, p in r.parameters.items() if p.annotation in (int, TokenBudget)]
 
 
 @pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**31)])

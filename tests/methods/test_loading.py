@@ -21,7 +21,7 @@ from kvjax.eval.run import store
 from kvjax.method_api import load_methods
 from kvjax.methods import loading
 from kvjax.methods.method_hash import identity
-from kvjax.methods.registry import RECIPES
+from kvjax.methods.registry import REGISTRY
 from kvjax.testing import toy_model
 
 VALUE_NORM = """
@@ -93,7 +93,7 @@ def test_a_file_is_loaded_once_and_again_when_it_was_edited(tmp_path):
     assert load_methods(path) == ("value_norm",)
     assert identity(kvjax.parse("value_norm")) != before == identity(method)
     write(path, name="other")
-    assert load_methods(path) == ("other",) and "value_norm" not in RECIPES
+    assert load_methods(path) == ("other",) and "value_norm" not in REGISTRY
 
 
 def test_a_file_that_is_imported_has_the_same_methods(tmp_path):
@@ -101,7 +101,7 @@ def test_a_file_that_is_imported_has_the_same_methods(tmp_path):
     sys.path.append(str(tmp_path))
     import mine_too  # type: ignore
 
-    assert load_methods(path) == ("value_norm",) and RECIPES["value_norm"].make is mine_too.value_norm
+    assert load_methods(path) == ("value_norm",) and REGISTRY["value_norm"].make is mine_too.value_norm
 
 
 def test_a_module_of_a_package_and_what_it_brings(tmp_path):
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_loaded_is_told_in_a_line(tmp_path, capsys, text, 
     with pytest.raises(KvjaxError, match=says) as error:
         load_methods("mine.py")
     assert "\n" not in str(error.value)
-    assert "value_norm" not in RECIPES  # nor can half of it be used
+    assert "value_norm" not in REGISTRY  # nor can half of it be used
     assert cli.main(["methods", "--load", "mine.py"]) == 2
     assert capsys.readouterr().err == f"kvjax: {error.value}\n"
 
@@ -173,12 +173,12 @@ def test_what_is_no_source_of_methods(tmp_path, source, says):
 
 def test_one_name_in_two_files_is_an_error_that_names_both(tmp_path):
     load_methods(write(tmp_path / "a.py"))
-    before = RECIPES["value_norm"]
+    before = REGISTRY["value_norm"]
     with pytest.raises(
         KvjaxError, match=r"b.py, line 17: two files define a method called value_norm: .*a.py and .*b.py"
     ):
         load_methods(write(tmp_path / "b.py"))
-    assert RECIPES["value_norm"] is before
+    assert REGISTRY["value_norm"] is before
 
 
 def test_every_command_loads(tmp_path, capsys):
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     assert run() == 2
     assert "'value_norm:budget=16' is not the method that was recorded under this name" in capsys.readouterr().err
     # A report needs no file: the records say what is known of the method.
-    del RECIPES["value_norm"]
+    del REGISTRY["value_norm"]
     found = paired.Run(store.read(tmp_path / "run"))
     assert found.methods["value_norm:budget=16"].traits.evicts
     assert cli.main(["report", "run"]) == 0

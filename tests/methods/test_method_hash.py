@@ -24,9 +24,9 @@ from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
 from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
 from kvjax.methods.method_hash import identity
-from kvjax.methods.strings import named, parse
+from kvjax.methods.strings import parse, resolve
 from kvjax.testing import toy_model
-from tests.contract.table import RECIPES
+from tests.contract.table import REGISTRY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ def test_a_method_of_kvjax_is_known_by_its_values(method):
 
 def test_every_setting_of_every_method_is_told_apart():
     """Strings that make equal methods have one identity, and others another."""
-    methods = {parse(text) for r in RECIPES.values() for t in r.trials for text in (t.small, t.limit) if text}
-    for made in RECIPES.values():  # each parameter by itself, where the others may stay as they are
+    methods = {parse(text) for r in REGISTRY.values() for t in r.trials for text in (t.small, t.limit) if text}
+    for made in REGISTRY.values():  # each parameter by itself, where the others may stay as they are
         for name, value in itertools.product(made.parameters, (3, 7, 0.5, True, "layer")):
             with contextlib.suppress(KvjaxError, TypeError):
                 methods.add(made.make(**{name: value}))
@@ -145,9 +145,9 @@ def of_one_name() -> Method:
 
 def test_two_methods_of_one_name_are_not_put_in_one_table():
     with pytest.raises(KvjaxError, match="two different methods are both called"):
-        named([of_one_name(), of_one_name()])
+        resolve([of_one_name(), of_one_name()])
     same = signed()
-    assert len(named([same, same, "full", "full"])) == 2
+    assert len(resolve([same, same, "full", "full"])) == 2
 
 
 def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(tmp_path, clean_catalogue):

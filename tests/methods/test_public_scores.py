@@ -16,7 +16,7 @@ import pytest
 
 from checkpoints_convert.convert import read
 from kvjax.cache.eviction.granularity import per_head
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, Window
+from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
@@ -36,12 +36,12 @@ from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1
 SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, window=None, rope=Rope(16))
-SNAPKV = Window(num_queries=8, kernel=5)
+SNAPKV = WindowAttention(num_queries=8, kernel=5)
 CASES = {
     # case -> our scorer, first tokens and last tokens that kvpress fills with a constant
     "snapkv": (SNAPKV, 0, 8),
     "pyramidkv": (SNAPKV, 0, 8),
-    "observed": (Accumulated("visible"), 0, 0),
+    "observed": (AccumulatedAttention("visible"), 0, 0),
     "knorm": (KeyNorm(), 0, 0),
     "keydiff": (KeyDiff(), 0, 0),
     # Behind 4 sinks come five partitions of 8 tokens, the last of which has no next one, and 6 tokens.
@@ -129,7 +129,7 @@ def test_scores_are_those_of_kvpress(case):
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
-    ours = scored(Window(num_queries=1, kernel=1))
+    ours = scored(WindowAttention(num_queries=1, kernel=1))
     ours = np.asarray(per_head(jnp.asarray(ours)[None], "layer"))[0, 0]
     for public in pressed("tova"):
         assert_close(ours[:-1], public[:-1])

@@ -14,8 +14,8 @@ from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.method_api import recipe
 from kvjax.methods.kcache import TopValues
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, RECIPES, load_all
-from kvjax.methods.strings import split_many
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, REGISTRY, load_all
+from kvjax.methods.strings import split_list
 from kvjax.testing import toy_model
 
 
@@ -24,7 +24,7 @@ def test_a_string_is_the_call():
     assert parse(" kcache : n=64 , device_layers=2 ") == methods.kcache(n=64, device_layers=2)
     assert parse("kcache:renormalise=true,granularity=kv") == methods.kcache(renormalise=True, granularity="kv")
     assert parse("kcache") == methods.kcache()
-    assert split_many("full; kcache:n=64;") == ["full", "kcache:n=64"]
+    assert split_list("full; kcache:n=64;") == ["full", "kcache:n=64"]
 
 
 def test_the_papers_defaults():
@@ -83,7 +83,7 @@ def test_a_wrong_string_names_the_nearest(text, says):
 
 def test_no_method_is_an_error():
     with pytest.raises(KvjaxError, match="no method in"):
-        split_many(" ; ")
+        split_list(" ; ")
 
 
 def test_every_recipe_has_a_source_and_a_summary():
@@ -108,9 +108,9 @@ def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue
         return Method()
 
     recipe("an idea of mine")(idea)
-    assert RECIPES["idea"].family == OWN_FAMILY
+    assert REGISTRY["idea"].family == OWN_FAMILY
     recipe("an idea of mine", family="host memory")(idea)
-    assert RECIPES["idea"].family == "host memory"
+    assert REGISTRY["idea"].family == "host memory"
     with pytest.raises(KvjaxError, match="no family 'mine' of methods; leave it out, or take one of exact, "):
         recipe("an idea of mine", family="mine")
 

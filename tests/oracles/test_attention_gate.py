@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
@@ -51,7 +51,7 @@ def test_the_example_by_hand():
 
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
-    d, gate = layer.data(2), Gate(Given(written(tmp_path), "attention_gate"))
+    d, gate = layer.data(2), Gate(TableFile(written(tmp_path), "attention_gate"))
     scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
         got = np.asarray(scored(*shown(d, padding)))
@@ -105,7 +105,7 @@ def test_what_cannot_be_says_so(tmp_path):
         with pytest.raises(KvjaxError, match=f"0 <= threshold < 1, got {threshold}"):
             kvjax.methods.attention_gate(threshold=threshold)
     narrow = {name: TABLE[name][:, :5] for name in ("query", "key", "value")}
-    gate = Gate(Given(written(tmp_path, **narrow), "attention_gate"))
+    gate = Gate(TableFile(written(tmp_path, **narrow), "attention_gate"))
     with pytest.raises(
         KvjaxError, match="read hidden states of 5 channels, and the model has 8; make a table for this"
     ):

@@ -21,8 +21,8 @@ from tests.oracles.held import attended
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 
 
-def through(quantiser: BlockFloat, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 

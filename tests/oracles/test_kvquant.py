@@ -99,7 +99,7 @@ def test_a_table_gives_each_layers_levels(tmp_path):
     spec, near = layer.spec(), np.array([-1.0, -0.2, 0.4, 1])
     table = {"keys": np.stack([near, near * 2]).astype(np.float32), "values": np.zeros((2, 4), np.float32)}
     path = str(table_file.write(tmp_path / "levels", "levels", spec, [table]))
-    codec = NonUniformCodec(2, 4, "token", LevelTable.given(path), "keys").at(spec)
+    codec = NonUniformCodec(2, 4, "token", LevelTable.table_file(path), "keys").at(spec)
     x = jnp.asarray([[0.0, 3, 5, 8, 10] + [10] * 27])[None, None]
     read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]
     np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
@@ -38,7 +38,7 @@ def written(path, fc1, fc2, spec=SPEC) -> str:
 @functools.cache
 def compiled(table: str, spec: LayerSpec = SPEC):
     """The scorer with a table as a program."""
-    scorer = RetainingScorer(Given(table, "locret"))
+    scorer = RetainingScorer(TableFile(table, "locret"))
     return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
@@ -107,8 +107,8 @@ def test_what_cannot_be_says_so(tmp_path):
     fc1, fc2 = weights()
     block = layer.prompt(layer.data())[1]
     with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
-        RetainingScorer(Given(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
-    wrong = RetainingScorer(Given(written(tmp_path, fc1[:, 1:], fc2), "locret"))
+        RetainingScorer(TableFile(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
+    wrong = RetainingScorer(TableFile(written(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
         wrong.scores(block, Observation(layer.data().q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import Fitted, FromTable
+from kvjax.cache.codecs.low_rank import CalibratedLowRank, Fitted
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.cskv import ExactWindow
 from tests.contract import layer
@@ -53,7 +53,7 @@ def test_by_hand(tmp_path):
     spec = dataclasses.replace(layer.spec(head_dim=2), num_kv_heads=1, num_groups=1)
     arrays = {"values": np.full((1, 2, 1), 0.5**0.5, np.float32), "values_mean": np.array([[1, 0]], np.float32)}
     path = table_file.write(tmp_path / "table", "bases", spec, [arrays])
-    codec = FromTable(table=Bases.given(str(path)), share=0.5).at(spec)
+    codec = CalibratedLowRank(table=Bases.table_file(str(path)), share=0.5).at(spec)
     x, pos = jnp.array([3.0, 0.0]).reshape(1, 1, 1, 2), jnp.zeros((1, 1, 1), jnp.int32)
     stored = codec.encode(x, pos)
     np.testing.assert_allclose(stored.rows.data.ravel(), [2**0.5], rtol=1e-6)

@@ -21,7 +21,7 @@ from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
 from kvjax.engine.modes import LayerCall
 from kvjax.errors import KvjaxError
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length
 from kvjax.models.config import Config
 from kvjax.testing import dense_attention, toy_model
@@ -36,7 +36,7 @@ CAPACITY, STEPS = 64, 3
 
 
 @functools.cache
-def exactly() -> Exact:
+def exactly() -> FullKV:
     return read_exactly(MODEL, PROMPTS)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvjax.cache.eviction.budgets import budgets_of_layers
+from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.errors import KvjaxError
 from kvjax.methods.pyramidkv import Pyramid
 from tests.contract import layer
@@ -16,7 +16,7 @@ from tests.oracles.eviction import pyramid, pyramid_peer
 def at(budget, index: int, layers: int):
     """A budget in one layer of so many."""
     spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
-    return budgets_of_layers(budget, spec)[index]
+    return budgets_by_layer(budget, spec)[index]
 
 
 @pytest.mark.parametrize(("cap", "w"), [(2048, 8), (128, 8), (64, 8), (70, 64), (16, 8), (33, 32)])

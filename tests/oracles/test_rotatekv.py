@@ -28,8 +28,8 @@ def test_the_codes_by_hand():
     assert oracle.coded(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
 
 
-def through(quantiser: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -63,7 +63,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     spec, rng = layer.spec(), np.random.default_rng(0)
     mean = rng.normal(size=(layer.K, layer.H)).astype(np.float32)
     path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
-    codec = CrossHeadRotation(Rows(ZeroPointQuantizer(8)), 2, Bases.given(str(path))).at(spec)
+    codec = CrossHeadRotation(Rows(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
     some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
 

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Absmax, MinMax, Quantiser, Rows, hadamard
+from kvjax.cache.codecs.per_token import Absmax, MinMax, Quantizer, Rows, hadamard
 from kvjax.core import attention, memory
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
@@ -22,7 +22,7 @@ from tests.oracles import rows as oracle
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Quantiser):
+class Exact(Quantizer):
     """Loses nothing, so that only the rotation is left."""
 
     def encode(self, x):
@@ -90,9 +90,9 @@ def test_eight_bits_on_either_side_of_zero():
 
 @pytest.mark.parametrize("quantiser", [MinMax(1), MinMax(4), Absmax()])
 @pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
-def test_rows_of_one_number(quantiser, row):
+def test_rows_of_one_number(quantizer, row):
     x = jnp.full((32,), row)
-    np.testing.assert_allclose(quantiser.decode(quantiser.encode(x)), x, rtol=1e-5)
+    np.testing.assert_allclose(quantizer.decode(quantizer.encode(x)), x, rtol=1e-5)
 
 
 @pytest.mark.parametrize("H", [1, 2, 8, 64])
@@ -109,11 +109,11 @@ def test_what_is_read_is_what_the_codes_say(codec):
     assert np.isfinite(held).all() and held.dtype == x.dtype
     turn = oracle.sylvester(16) if codec.rotate else np.eye(16)
     for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
-        if isinstance(codec.quantiser, Absmax):
+        if isinstance(codec.quantizer, Absmax):
             want = oracle.absmax(row)
         else:
-            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantiser.bits))
-        step = np.ptp(row) / (2 ** getattr(codec.quantiser, "bits", 8) - 1)
+            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantizer.bits))
+        step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
         assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
         assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)

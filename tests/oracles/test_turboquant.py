@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Quantiser
+from kvjax.cache.codecs.per_token import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
@@ -49,8 +49,8 @@ def test_the_example_by_hand():
     np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
-def through(quantiser: Quantiser, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -78,10 +78,10 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
 
 
 @pytest.mark.parametrize("quantiser", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
-def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantiser):
-    read = through(quantiser, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
+    read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()
-    if isinstance(quantiser, UniformQuantizer):
+    if isinstance(quantizer, UniformQuantizer):
         np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
 
 

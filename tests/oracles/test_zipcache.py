@@ -13,8 +13,8 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.codecs.separable import SeparableTokenwise
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import Tier
 from kvjax.core.attention_mass import Observation
@@ -98,20 +98,20 @@ def test_a_draw_depends_on_the_position_alone():
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
     d = layer.data()
-    exact = dataclasses.replace(kvjax.parse(reader), side_store=Tier(Accumulated(), 0.4))
+    exact = dataclasses.replace(kvjax.parse(reader), side_store=Tier(AccumulatedAttention(), 0.4))
     np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
 
 
 def test_without_a_low_tier_it_is_the_high_codec_alone():
     d = layer.data()
-    alone = Method(k=Channels(4, 3), v=SeparableTokens(4, 3))
+    alone = Method(k=Channels(4, 3), v=SeparableTokenwise(4, 3))
     got = layer.run(
-        dataclasses.replace(alone, side_store=Tier(ProbeAttention(), 0.0, Channels(2), SeparableTokens(2))), d
+        dataclasses.replace(alone, side_store=Tier(ProbeAttention(), 0.0, Channels(2), SeparableTokenwise(2))), d
     )
     np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [Channels, SeparableTokens])
+@pytest.mark.parametrize("codec", [Channels, SeparableTokenwise])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     x = np.random.default_rng(0).normal(size=(2, 1, 6, 5)).astype(np.float32)
@@ -128,7 +128,7 @@ def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
 
 
 @pytest.mark.parametrize(
-    "codec", [Channels(2, 3), SeparableTokens(4, 3), Host(Channels(4, 3)), Host(SeparableTokens(2, 3))]
+    "codec", [Channels(2, 3), SeparableTokenwise(4, 3), Host(Channels(4, 3)), Host(SeparableTokenwise(2, 3))]
 )
 def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_codes(codec):
     """Rows of 5 and of 2 tokens, and seven more of each; channels that do not fill a word."""
@@ -162,7 +162,7 @@ def test_bits_are_really_packed():
     counts = 2 * 4
     codes = 2 * 64 * 32 * 4 // 8
     assert array_bytes(Channels(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
-    assert array_bytes(SeparableTokens(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
+    assert array_bytes(SeparableTokenwise(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
 
 
 def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
