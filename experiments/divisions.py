@@ -39,7 +39,7 @@ from experiments.bench.common import integers, progress
 from experiments.papers.common import run
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.ranking import Counted
+from kvjax.cache.eviction.ranking import MeasuredHeadTokens
 from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -59,7 +59,7 @@ from kvjax.eval.tasks.case import Case, Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.prompt_runner import replay_prompts
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.strings import method_of
 
 SETTINGS = Path(__file__).with_suffix(".toml")
@@ -220,7 +220,7 @@ def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
     return layer.method.select.scorer.scores(block, seen, layer.spec)
 
 
-def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Scores]:
+def score(exact: FullKV, method: str, repeated: list[Array] | None) -> list[Scores]:
     """The scores of a method's scorer in every layer."""
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
@@ -238,7 +238,7 @@ def score(exact: Exact, method: str, repeated: list[Array] | None) -> list[Score
     return found
 
 
-def repeat(exact: Exact, method: str) -> list[Array]:
+def repeat(exact: FullKV, method: str) -> list[Array]:
     """What the second pass over the prompts says of their tokens, in every layer: f32[B K S]."""
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
@@ -258,19 +258,20 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=Known(scores))
-    slots = select.most_of(width)
+    slots = select.max_kept_up_to(width)
     share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
-        share = Counted(tokens, select.unit.size)
-    keep = select.counts(block, None, slots)
-    found = select.choose(block, None, keep, slots, spec, method.representatives, share, method.second_stage).slots
+        share = MeasuredHeadTokens(tokens, select.granularity.size)
+    keep = select.num_kept_per_sequence(block, None, slots)
+    components = {"representatives": method.representatives, "second_stage": method.second_stage}
+    found = select.select_slots(block, None, keep, slots, spec, head_budgets=share, **components).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))
     return jnp.zeros((B, K, width), bool).at[rows, heads, jnp.where(found < 0, width, found)].set(True, mode="drop")
 
 
-def kept(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
+def kept(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
     """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
     plan = cast(Any, bind(method, exact.model.config))
     pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
@@ -302,7 +303,7 @@ def _hide(pos: Array, there: Array) -> Array:
 class Later(NamedTuple):
     """What the later questions and their answers look at, and what they get from the exact cache."""
 
-    exact: Exact  # of prompts with all that follows
+    exact: FullKV  # of prompts with all that follows
     prompt: Array  # i32[B], tokens of the prompts
     asking: Array  # i32[B Q], positions of the later questions' tokens, -1 for none
     out: list[Array]  # f32[B K G Q H] for each layer
@@ -406,7 +407,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         progress(f"{setting.method}: {100 * number:.0f}% ({time.perf_counter() - start:.1f} s)")
 
 
-def check(exact: Exact, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
+def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as it is, and raises KvjaxError where it answers otherwise than by hiding."""
     context = exact.under(setting.method, capacity)
     as_it_is, _ = ask(context, batch, width)

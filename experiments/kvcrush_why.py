@@ -23,17 +23,18 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import by_unit, evictable, split, top
-from kvjax.cache.eviction.representatives import Units
+from kvjax.cache.eviction.granularity import Token, evictable_mask, group_into_units, split_prompt
+from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
-from kvjax.methods.kvcrush import KVCrush, unit_signatures
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
+from kvjax.methods.kvcrush import KVCrush
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives
@@ -49,7 +50,7 @@ class Layered(NamedTuple):
     future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
 
 
-def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> Layered:
+def layered(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> Layered:
     """The layer's prompt of `length` tokens, and what follows."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
@@ -61,11 +62,11 @@ def layered(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -
     return Layered(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
-def _units(heads: Array, block: KVBlock, length: int) -> Units:
-    part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW, 1)
-    by_one = by_unit(heads, 0, 1)
-    valid = evictable(part, by_one.shape[3])
-    return Units(by_one, by_unit(block.k, 0, 1, 2), valid, valid)
+def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
+    part = split_prompt(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW, Token())
+    by_one = group_into_units(heads, 0, 1)
+    valid = evictable_mask(part, by_one.shape[3])
+    return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
 
 
 def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
@@ -85,23 +86,23 @@ def kept(found: Layered, bits: Array, budget: int, kind: str) -> tuple[Array, Ar
     old = jnp.broadcast_to(jnp.arange(T)[None] < T - WINDOW, (own.shape[0], T))
     quota = budget - WINDOW
     count = jnp.full(own.shape[0], int(quota * SHARE), jnp.int32)
-    best = top(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
+    best = top_k_mask(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
     if kind == "base":
         return best | ~old[:, None], jnp.zeros_like(best)
-    important = top(own, old[:, None], quota - count).any(1)
+    important = top_k_mask(own, old[:, None], quota - count).any(1)
     candidates = old & ~important
     if kind == "even":
         places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], old.shape)
-        taken = top(draw(0, places).astype(jnp.float32)[:, None], candidates[:, None], count)[:, 0]
+        taken = top_k_mask(draw(0, places).astype(jnp.float32)[:, None], candidates[:, None], count)[:, 0]
     else:
         taken = _representatives(bits, old, candidates, count, int(quota * SHARE))
-    others = top(own, (old & ~taken)[:, None], quota - taken.sum(-1, dtype=jnp.int32))
+    others = top_k_mask(own, (old & ~taken)[:, None], quota - taken.sum(-1, dtype=jnp.int32))
     return others | taken[:, None] | ~old[:, None], best & taken[:, None]
 
 
 def _representatives(bits: Array, valid: Array, candidates: Array, count: Array, places: int) -> Array:
     """bool[B T], by KVCrush's own rule with these signatures."""
-    chosen = KVCrush(SHARE).choose_by_signature(bits, Units(None, None, valid, candidates), count, places)
+    chosen = KVCrush(SHARE).choose_by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
     B, T = valid.shape
     at = jnp.where(chosen < 0, T, chosen)
     return jnp.zeros((B, T), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")

@@ -361,7 +361,7 @@ def _models(args: argparse.Namespace) -> None:
     width = max(map(len, package_models.MODELS))
     print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
     for name, model in package_models.MODELS.items():
-        print(f"{name:{width}} {model.what}\n{'':{width}} {package_models.state(name)}")
+        print(f"{name:{width}} {model.description}\n{'':{width}} {package_models.status(name)}")
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared_prefix import SharedState
+from kvjax.cache.shared_prefix import SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
@@ -212,7 +212,7 @@ def take(cache: Cache, sequences: Array) -> Cache:
       KvjaxError: a cache behind a shared prefix, of which `kvjax.Context.pick` takes sequences.
     """
     batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
-    if any(isinstance(state, SharedState) for state in cache.layers):
+    if any(isinstance(state, SharedPrefixState) for state in cache.layers):
         raise KvjaxError("these sequences share a prefix; take some of them with Context.pick, or read them one by one")
 
     def take_from(x: Array) -> Array:

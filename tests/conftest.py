@@ -12,7 +12,7 @@ import pytest
 from kvjax.core import compile_cache
 from kvjax.engine import forward
 from kvjax.generation import compiled
-from kvjax.methods.registry import RECIPES, load_all
+from kvjax.methods.registry import REGISTRY, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -53,8 +53,8 @@ def clean_catalogue():
     """What a test registers is gone when it ends."""
     before = dict(load_all())
     yield
-    RECIPES.clear()
-    RECIPES.update(before)
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 @pytest.fixture

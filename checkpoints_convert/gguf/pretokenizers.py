@@ -1,4 +1,4 @@
-"""How text is cut before byte-level BPE, by the name that a GGUF file gives it in `tokenizer.ggml.pre`."""
+"""Pre-tokenizers, which split text before byte-level BPE, by their names in `tokenizer.ggml.pre`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvjax.errors import KvjaxError
 
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = "|".join((CONTRACTION, WORD, r"\p{N}{1,3}", MARKS, BREAKS))
-QWEN2 = "|".join((CONTRACTION, WORD, r"\p{N}", MARKS, BREAKS))
+LLAMA3 = "|".join((CONTRACTION, WORD, r"\p{N}{1,3}", PUNCTUATION, BREAKS))
+QWEN2 = "|".join((CONTRACTION, WORD, r"\p{N}", PUNCTUATION, BREAKS))
 QWEN35 = "|".join(
     (CONTRACTION, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", BREAKS)
 )
@@ -33,54 +33,54 @@ DEEPSEEK3 = (
 )
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-"""What llama.cpp reads a file with that does not name its pre-tokeniser."""
+"""The patterns of llama.cpp for a file that does not name its pre-tokenizer."""
 
 
 def split(*patterns: str) -> tuple[PreTokenizer, ...]:
-    """Cuts out the matches of each pattern in turn, and spells the pieces in bytes."""
-    cuts = [Split(Regex(p), "isolated") for p in patterns]
-    return (*cuts, ByteLevel(add_prefix_space=False, use_regex=False))
+    """Splits at the matches of each pattern in turn, then spells the words in bytes."""
+    splits = [Split(Regex(p), "isolated") for p in patterns]
+    return (*splits, ByteLevel(add_prefix_space=False, use_regex=False))
 
 
-class Pre(NamedTuple):
-    """What the name of a pre-tokeniser stands for."""
+class PreTokenization(NamedTuple):
+    """The pre-tokenizer of a name, and the settings that llama.cpp derives from the name too."""
 
     steps: tuple[PreTokenizer, ...]
-    nfc: bool = False  # whether text is composed first
-    whole_words: bool = False  # whether a piece that is a token is not taken apart by merges
-    add_bos: bool = False  # unless the file says otherwise
+    nfc: bool = False  # whether text is normalized to NFC first
+    whole_words: bool = False  # whether a word that is a token skips the merges
+    add_bos: bool = False  # the default, for a file that does not say
 
 
 WORDS = (ByteLevel(add_prefix_space=False, use_regex=True),)
 SINGLE_DIGITS = (Digits(individual_digits=True), *WORDS)
 
 KNOWN = {
-    "default": Pre(split(*DEFAULT)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mellum"), Pre(WORDS)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), Pre(SINGLE_DIGITS)),
-    "command-r": Pre(SINGLE_DIGITS, nfc=True),
+    "default": PreTokenization(split(*DEFAULT)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mellum"), PreTokenization(WORDS)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), PreTokenization(SINGLE_DIGITS)),
+    "command-r": PreTokenization(SINGLE_DIGITS, nfc=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"),
-        Pre(split(LLAMA3), whole_words=True, add_bos=True),
+        PreTokenization(split(LLAMA3), whole_words=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(split(LLAMA3))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Pre(split(QWEN2), nfc=True)),
-    "stablelm2": Pre(split(QWEN2)),
-    "qwen35": Pre(split(QWEN35), nfc=True),
-    "tekken": Pre(split(TEKKEN), whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Pre(split(GPT4O))),
-    "seed-coder": Pre(split(SEED)),
-    "deepseek-v3": Pre(split(*DEEPSEEK3)),
-    "deepseek-coder": Pre(split(*DEEPSEEK_CODER)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenization(split(LLAMA3))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenization(split(QWEN2), nfc=True)),
+    "stablelm2": PreTokenization(split(QWEN2)),
+    "qwen35": PreTokenization(split(QWEN35), nfc=True),
+    "tekken": PreTokenization(split(TEKKEN), whole_words=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenization(split(GPT4O))),
+    "seed-coder": PreTokenization(split(SEED)),
+    "deepseek-v3": PreTokenization(split(*DEEPSEEK3)),
+    "deepseek-coder": PreTokenization(split(*DEEPSEEK_CODER)),
 }
-"""The names and the cuts are llama.cpp's (src/llama-vocab.cpp), in the spelling of the models' own tokenizer.json.
+"""Names and patterns of llama.cpp (src/llama-vocab.cpp), spelled as in the models' own tokenizer.json.
 
-llama.cpp does not compose text; `nfc` is for the models whose tokenizer.json does.
+llama.cpp does not normalize text; `nfc` is true for the models whose tokenizer.json does.
 """
 
 
-def pre_tokenizer(name: str) -> Pre:
-    """The pre-tokeniser of that name; raises KvjaxError if there is none."""
+def find_pretokenization(name: str) -> PreTokenization:
+    """Returns the pre-tokenizer of a name; raises KvjaxError if there is none."""
     if name not in KNOWN:
         raise KvjaxError(
             f"tokenizer.ggml.pre {name!r} is not a known pre-tokeniser; known: {', '.join(KNOWN)}; "

@@ -1,68 +1,94 @@
-"""The tokenizer inside a GGUF file, as the files that a Hugging Face checkpoint has."""
+"""The tokenizer of a GGUF file as the tokenizer files of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from checkpoints_convert.gguf.pretokenizers import pre_tokenizer
+from checkpoints_convert.gguf.pretokenizers import find_pretokenization
 from checkpoints_convert.gguf.vocabulary import (
-    AGAIN,
     BYTE,
     CONTROL,
-    IDS,
+    DAMAGE_REMEDY,
+    ROLE_KEYS,
     UNKNOWN,
     USER_DEFINED,
     Metadata,
     Vocabulary,
-    array,
+    read_array,
+    read_value,
     read_vocabulary,
-    value,
 )
 from kvjax.errors import KvjaxError
 
 SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
-"""What llama.cpp takes for the ids that a SentencePiece vocabulary does not give."""
+"""The ids that llama.cpp assumes where a SentencePiece vocabulary does not give them."""
 
 NO_TOKENIZER = ("", "no_vocab", "none")
-SPACE = "\u2581"
-INSTEAD = "convert the safetensors checkpoint instead, which has its own tokenizer.json"
+SPACE = "\u2581"  # SentencePiece's mark of a space
+UNSUPPORTED_REMEDY = "convert the safetensors checkpoint instead, which has its own tokenizer.json"
 
 
-def files(metadata: Metadata) -> dict[str, bytes]:
-    """The tokenizer's files by name; none if the metadata have no tokenizer.
+def make_files(metadata: Metadata) -> dict[str, bytes]:
+    """Makes the tokenizer's files, contents by name; none if the metadata have no tokenizer.
 
-    Raises KvjaxError if the tokenizer is of another kind than byte-level BPE and SentencePiece BPE, has a
-    pre-tokeniser that is not known, or if its arrays and ids contradict each other.
+    Raises:
+      KvjaxError: for another kind than byte-level BPE and SentencePiece BPE, an unknown pre-tokenizer, and arrays and
+        ids that contradict each other.
     """
-    kind = value(metadata, "tokenizer.ggml.model", str, "")
+    kind = read_value(metadata, "tokenizer.ggml.model", str, "")
     if kind in NO_TOKENIZER:
         return {}
     if kind not in KINDS:
-        raise KvjaxError(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}; {INSTEAD}")
+        raise KvjaxError(
+            f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}; {UNSUPPORTED_REMEDY}"
+        )
     vocabulary = read_vocabulary(metadata, SENTENCEPIECE_IDS if kind == "llama" else {})
     tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
     _add_tokens(tokenizer, vocabulary, metadata)
-    added = {"bos": _adds(metadata, vocabulary, "bos", adds_bos), "eos": _adds(metadata, vocabulary, "eos", False)}
-    if any(added.values()):
-        tokenizer.post_processor = _template(vocabulary, added)
-    return _written(tokenizer, _config(metadata, vocabulary, added))
+    adds = {
+        "bos": _read_adds(metadata, vocabulary, "bos", adds_bos),
+        "eos": _read_adds(metadata, vocabulary, "eos", False),
+    }
+    if any(adds.values()):
+        bos, eos = (["bos"] if adds["bos"] else []), (["eos"] if adds["eos"] else [])
+        one, two = [*bos, "$A", *eos], [f"{item}:1" for item in (*bos, "$B", *eos)]
+        tokens = [
+            {"id": role, "ids": [vocabulary.roles[role]], "tokens": [vocabulary.token(role)]} for role in (*bos, *eos)
+        ]
+        tokenizer.post_processor = TemplateProcessing(single=one, pair=one + two, special_tokens=tokens)
+    length = f"{read_value(metadata, 'general.architecture', str, '')}.context_length"
+    entries = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": read_value(metadata, length, int),
+        **{f"{role}_token": vocabulary.token(role) for role in ROLE_KEYS},
+        **{f"add_{role}_token": is_added for role, is_added in adds.items()},
+        "clean_up_tokenization_spaces": False,
+        "chat_template": read_value(metadata, "tokenizer.chat_template", str),
+    }
+    config = {key: x for key, x in entries.items() if x is not None}
+    texts = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "chat_template.jinja": config.get("chat_template"),
+    }
+    return {name: text.encode() for name, text in texts.items() if text is not None}
 
 
-def byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether bos stands before a text unless the file says otherwise."""
-    pre = pre_tokenizer(value(metadata, "tokenizer.ggml.pre", str, "default"))
+def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Makes a byte-level BPE tokenizer; also returns whether bos is added for a file that does not say."""
+    pre = find_pretokenization(read_value(metadata, "tokenizer.ggml.pre", str, "default"))
     ids = vocabulary.ids
-    merges = [tuple(merge.split(" ")) for merge in array(metadata, "tokenizer.ggml.merges", str)]
+    merges = [tuple(merge.split(" ")) for merge in read_array(metadata, "tokenizer.ggml.merges", str)]
     for merge in merges:
         if len(merge) != 2 or any(token not in ids for token in (*merge, "".join(merge))):
-            raise KvjaxError(f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which joins no two tokens; {AGAIN}")
+            raise KvjaxError(
+                f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which joins no two tokens; {DAMAGE_REMEDY}"
+            )
     tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -71,15 +97,15 @@ def byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, b
     return tokenizer, pre.add_bos
 
 
-def sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE, and whether bos stands before a text unless the file says otherwise."""
-    scores = array(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
-    merges = merges_by_score(vocabulary, scores)
-    unknown = vocabulary.name("unk")
+def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Makes a SentencePiece BPE tokenizer; also returns whether bos is added for a file that does not say."""
+    scores = read_array(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
+    merges = rank_merges(vocabulary, scores)
+    unknown = vocabulary.token("unk")
     tokenizer = Tokenizer(BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     decoding: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if value(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
+    if read_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         decoding.append(decoders.Strip(" ", left=1))
     tokenizer.normalizer = normalizers.Sequence(spaces)
@@ -87,13 +113,13 @@ def sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer
     return tokenizer, True
 
 
-KINDS = {"gpt2": byte_level, "llama": sentencepiece}
+KINDS = {"gpt2": make_byte_level, "llama": make_sentencepiece}
 
 
-def merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that join to a piece, those of the best joined piece first, then those of the longest left.
+def rank_merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """Returns all pairs of pieces that join to a piece: best score of the joined piece first, then longest left half.
 
-    Unknown, control and byte tokens are not made of pieces: text never becomes one by merging.
+    Unknown, control and byte tokens take no part: text never becomes one of them by merging.
     """
     whole = (UNKNOWN, CONTROL, BYTE)
     pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.types[i] not in whole}
@@ -103,54 +129,23 @@ def merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[s
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata) -> None:
-    """Marks what is found in a text as it is: special tokens, which decoding can leave out, and those of the user."""
-    name = value(metadata, "general.name", str, "").lower()
-    strips = "phi-3" in name or "phi3" in name  # the format has no place for this; llama.cpp goes by the name too
+    """Adds the tokens that a text may spell out: special tokens, which decoding can omit, and user-defined ones."""
+    name = read_value(metadata, "general.name", str, "").lower()
+    strips = "phi-3" in name or "phi3" in name  # as llama.cpp does: the format does not store it
     roles = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")}
-    found = []
+    added = []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        special = kind in (UNKNOWN, CONTROL) or i in roles
-        if special or kind == USER_DEFINED:
+        is_special = kind in (UNKNOWN, CONTROL) or i in roles
+        if is_special or kind == USER_DEFINED:
             rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
-            found.append(AddedToken(token, rstrip=rstrip, normalized=False, special=special))
-    tokenizer.add_tokens(found)
+            added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=is_special))
+    tokenizer.add_tokens(added)
 
 
-def _adds(metadata: Metadata, vocabulary: Vocabulary, role: str, default: bool) -> bool:
-    """Whether the token of that role is added to a text; raises KvjaxError if it shall be and there is none."""
+def _read_adds(metadata: Metadata, vocabulary: Vocabulary, role: str, default: bool) -> bool:
+    """Whether the token of a role is added to a text; raises KvjaxError if the metadata lack the token."""
     key = f"tokenizer.ggml.add_{role}_token"
-    wanted = value(metadata, key, bool, default and role in vocabulary.roles)
-    if wanted and role not in vocabulary.roles:
-        raise KvjaxError(f"{key} is true, but {IDS[role]} is missing; {AGAIN}")
-    return wanted
-
-
-def _template(vocabulary: Vocabulary, added: Mapping[str, bool]) -> TemplateProcessing:
-    """Puts bos before and eos behind each text."""
-    bos, eos = (["bos"] if added["bos"] else []), (["eos"] if added["eos"] else [])
-    tokens = [{"id": role, "ids": [vocabulary.roles[role]], "tokens": [vocabulary.name(role)]} for role in (*bos, *eos)]
-    one, two = [*bos, "$A", *eos], [f"{piece}:1" for piece in (*bos, "$B", *eos)]
-    return TemplateProcessing(single=one, pair=one + two, special_tokens=tokens)
-
-
-def _config(metadata: Metadata, vocabulary: Vocabulary, added: Mapping[str, bool]) -> dict[str, Any]:
-    """What tokenizer_config.json says."""
-    length = f"{value(metadata, 'general.architecture', str, '')}.context_length"
-    said = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": value(metadata, length, int),
-        **{f"{role}_token": vocabulary.name(role) for role in IDS},
-        **{f"add_{role}_token": adds for role, adds in added.items()},
-        "clean_up_tokenization_spaces": False,
-        "chat_template": value(metadata, "tokenizer.chat_template", str),
-    }
-    return {key: said[key] for key in said if said[key] is not None}
-
-
-def _written(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, bytes]:
-    texts = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        "chat_template.jinja": config.get("chat_template"),
-    }
-    return {name: text.encode() for name, text in texts.items() if text is not None}
+    adds = read_value(metadata, key, bool, default and role in vocabulary.roles)
+    if adds and role not in vocabulary.roles:
+        raise KvjaxError(f"{key} is true, but {ROLE_KEYS[role]} is missing; {DAMAGE_REMEDY}")
+    return adds

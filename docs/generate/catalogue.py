@@ -9,16 +9,16 @@ import functools
 import re
 from collections.abc import Sequence
 
-from kvjax.methods.pairs import Verdict, verdict
-from kvjax.methods.registry import FAMILIES, Recipe, is_ours, load_all
+from kvjax.methods.pairs import Verdict, judge_pair
+from kvjax.methods.registry import FAMILIES, MethodEntry, is_builtin, load_all
 
 
-def recipes() -> dict[str, Recipe]:
+def recipes() -> dict[str, MethodEntry]:
     """kvjax's own recipes by name, in the order of their names."""
-    return {name: recipe for name, recipe in sorted(load_all().items()) if is_ours(recipe.make)}
+    return {name: recipe for name, recipe in sorted(load_all().items()) if is_builtin(recipe.make)}
 
 
-def by_family() -> dict[str, list[Recipe]]:
+def by_family() -> dict[str, list[MethodEntry]]:
     """Family -> its recipes, in the order in which lists and menus show families."""
     return {family: [r for r in recipes().values() if r.family == family] for family in FAMILIES}
 
@@ -30,7 +30,7 @@ def family_page(family: str) -> str:
 
 @functools.cache
 def _verdict(a: str, b: str) -> Verdict:
-    return verdict(a, b)
+    return judge_pair(a, b)
 
 
 def pair_verdict(a: str, b: str) -> Verdict:

@@ -7,17 +7,17 @@ import itertools
 
 from docs.generate.catalogue import code_list, pair_verdict, recipes, refusals
 from kvjax.cache.method import Method
-from kvjax.methods.registry import Recipe
+from kvjax.methods.registry import MethodEntry
 
 
-def fills(recipe: Recipe) -> list[str]:
+def fills(recipe: MethodEntry) -> list[str]:
     """The slots that a recipe fills."""
     method, default = recipe.make(), Method()
     names = [f.name for f in dataclasses.fields(Method) if f.compare]
     return [name for name in names if getattr(method, name) != getattr(default, name)]
 
 
-def row(recipe: Recipe) -> str:
+def row(recipe: MethodEntry) -> str:
     """The row of one method."""
     reasons = "; ".join(f"{code_list(names)} ({reason})" for reason, names in refusals(recipe.name).items())
     return f"| [`{recipe.name}`](methods/{recipe.name}.md) | {code_list(fills(recipe))} | {reasons or 'none'} |"

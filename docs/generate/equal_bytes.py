@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.summary import mean_error
-from kvjax.methods.strings import parts_given
+from kvjax.methods.strings import parse_parts
 
 PAGES = {RESULTS: "equal_bytes", RESULTS.with_name("equal_bytes.smollm2.json"): "equal_bytes.smollm2"}
 """What was measured -> the name of its page."""
@@ -111,7 +111,7 @@ def shown(task: str, score: float | None, error: float | None = None) -> str:
 
 def label(settings: str) -> str:
     """A method without its sizes."""
-    return " + ".join(part.name for part in parts_given(settings.split(";")[0].strip()))
+    return " + ".join(part.name for part in parse_parts(settings.split(";")[0].strip()))
 
 
 def family_table(result: Result, task: str) -> str:

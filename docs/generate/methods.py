@@ -16,10 +16,10 @@ from docs.generate.catalogue import by_family, code_list, family_page, pair_verd
 from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
 from docs.generate.parameters import describe
 from experiments.methods import measured
-from kvjax.cache.calibration.table_kinds import KINDS
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
-from kvjax.methods.registry import FAMILIES, Recipe
-from kvjax.methods.strings import parse, parts_given
+from kvjax.methods.registry import FAMILIES, MethodEntry
+from kvjax.methods.strings import parse, parse_parts
 
 Measured = Mapping[str, Mapping[str, Any]]
 FULL = "full"
@@ -43,7 +43,7 @@ and host are fractions of the exact cache's bytes, both in bfloat16, as planned 
 those of one context as it was measured, in float32. `python -m experiments.methods` measures it."""
 
 
-def page(recipe: Recipe) -> str:
+def page(recipe: MethodEntry) -> str:
     """One method's page."""
     description = describe(recipe)
     parts = [
@@ -75,7 +75,7 @@ def _section(title: str, text: str) -> list[str]:
     return [f"## {title}", prose(text)] if text else []
 
 
-def usage(recipe: Recipe) -> str:
+def usage(recipe: MethodEntry) -> str:
     """A command and a Python call to copy, with the setting that the page measures."""
     return f"""```sh
 kvjax eval --methods "full; {recipe.example}" --out out/{recipe.name}
@@ -99,12 +99,12 @@ def python_call(text: str) -> str:
 
     calls = [
         f"kvjax.methods.{part.name}({', '.join(f'{key}={argument(value)}' for key, value in part.values.items())})"
-        for part in parts_given(text)
+        for part in parse_parts(text)
     ]
     return calls[0] if len(calls) == 1 else f"kvjax.compose({', '.join(calls)})"
 
 
-def parameters(recipe: Recipe) -> str:
+def parameters(recipe: MethodEntry) -> str:
     """The table of parameters, those that are explained together in one row."""
     if not recipe.parameters:
         return "None."
@@ -117,7 +117,7 @@ def parameters(recipe: Recipe) -> str:
 
 def _default(parameter: inspect.Parameter) -> str:
     """A parameter with its default as a string of a method has it, and its type; an empty text is shown as one."""
-    kind = "int or `25%`" if parameter.annotation.__name__ == "Tokens" else parameter.annotation.__name__
+    kind = "int or `25%`" if parameter.annotation.__name__ == "TokenBudget" else parameter.annotation.__name__
     default = '""' if parameter.default == "" else parameter.default
     return f"`{parameter.name}={default}` {kind}"
 
@@ -132,15 +132,15 @@ def components(method: Any) -> str:
     return table + (f"\n\nIn short: {'; '.join(told)}." if told else "")
 
 
-def explained(recipe: Recipe) -> list[str]:
+def explained(recipe: MethodEntry) -> list[str]:
     """What the classes say to which a docstring refers: `KVCrush`, or that of a kind of table."""
     module = sys.modules[recipe.make.__module__]
     found = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", recipe.text)}
-    found |= {f"{kind} tables": type(KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
+    found |= {f"{kind} tables": type(TABLE_KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
     return [f"### {name}\n\n{prose(inspect.getdoc(told) or '')}" for name, told in found.items()]
 
 
-def pairs(recipe: Recipe) -> str:
+def pairs(recipe: MethodEntry) -> str:
     """What a method composes with, folded away, and what it does not, by reason."""
     others = [name for name in recipes() if name not in (recipe.name, FULL)]
     works = [name for name in others if pair_verdict(recipe.name, name).works]
@@ -163,7 +163,7 @@ def real_results() -> tuple[Result, ...]:
 
 def names_in(method: str) -> list[str]:
     """The recipes that a method string names."""
-    return [part.name for part in parts_given(method)]
+    return [part.name for part in parse_parts(method)]
 
 
 def real_model(wanted: Callable[[str], bool]) -> list[str]:

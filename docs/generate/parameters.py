@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from docs.generate.catalogue import recipes
-from kvjax.methods.registry import Recipe
+from kvjax.methods.registry import MethodEntry
 
 COMMON = {
     "budget": "Tokens of the prompt that are kept per layer and key/value head.",
@@ -43,7 +43,7 @@ class Description(NamedTuple):
     groups: list[Group]
 
 
-def describe(recipe: Recipe) -> Description:
+def describe(recipe: MethodEntry) -> Description:
     """The notes and all parameters of a recipe, in their order; raises LookupError where one is not explained."""
     notes, found = _parts(recipe)
     resolved = {name: (other, meaning) for names, said in found for name, other, meaning in _resolve(names, said)}
@@ -57,7 +57,7 @@ def describe(recipe: Recipe) -> Description:
     return Description(notes, groups)
 
 
-def _parts(recipe: Recipe) -> tuple[str, list[tuple[tuple[str, ...], str]]]:
+def _parts(recipe: MethodEntry) -> tuple[str, list[tuple[tuple[str, ...], str]]]:
     """A docstring taken apart: the notes, and what follows the names of parameters."""
     first, *more = map(_flat, re.split(r"\n\s*\n", "\n".join(recipe.text.splitlines()[1:]).strip()))
     names = "|".join(map(re.escape, recipe.parameters))

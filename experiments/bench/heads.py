@@ -24,12 +24,12 @@ from experiments.bench.common import integers, interleaved, machine, progress, r
 from experiments.bench.ours import Ours
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
-from kvjax.generation.reuse.full_kv import Exact
+from kvjax.generation.reuse.full_kv import FullKV
 
 EQUAL = "equal heads"
 
 
-def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
+def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> FullKV:
     """Random keys, values and queries of every layer, as if a prompt had been read; no model runs."""
     c, key = model.config, jax.random.key(0)
     # Factors of the queries from 1/4 to 4: from heads that attend to all tokens alike to those that attend to few.
@@ -46,7 +46,7 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
         for i in range(c.layers)
     ]
     lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))
-    return Exact(model, tuple(layers), lengths, logits)
+    return FullKV(model, tuple(layers), lengths, logits)
 
 
 def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import kvjax
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours, random_loop
 from experiments.bench.shapes import describe
-from kvjax.methods.strings import named
+from kvjax.methods.strings import resolve
 
 METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = machine()
     shape = config(*map(int, args.heads.split("x")), args.head_dim)
     models = {d: kvjax.random_model(shape, dtype=jnp.dtype(d)) for d in ("float32", "bfloat16")}
-    methods = list(named(["full", args.methods]))
+    methods = list(resolve(["full", args.methods]))
     cells, tables = {}, []
     for tokens in args.tokens:
         progress(f"{tokens} tokens")

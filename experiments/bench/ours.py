@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.generation.reuse.full_kv import of_arrays
+from kvjax.generation.reuse.full_kv import full_kv_from_arrays
 
 
 class Ours:
@@ -62,6 +62,6 @@ def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, toke
 
     pairs = [(draw(i, 0), draw(i, 1)) for i in range(c.layers)]
     loop = Ours(model, method)
-    exact = of_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
+    exact = full_kv_from_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
     loop.begin(exact.under(method, tokens + room), room)
     return loop

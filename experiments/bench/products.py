@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
-from kvjax.core.matmul import WITHOUT_PACKING, matmul
+from kvjax.core.matmul import NO_PACKING, matmul
 from kvjax.utils.arguments import float_type
 
 PASSES = 8
 Shape = tuple[int, int]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
-PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, WITHOUT_PACKING), "kvjax": (matmul, None)}
+PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, NO_PACKING), "kvjax": (matmul, None)}
 """By name, what multiplies, and what the compiler is told."""
 
 

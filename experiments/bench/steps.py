@@ -30,7 +30,7 @@ from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import Killed, alone
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
-from kvjax.methods.strings import split_many
+from kvjax.methods.strings import split_list
 from kvjax.models import Config
 from kvjax.utils.arguments import dtype_name
 
@@ -169,7 +169,7 @@ def row(found: dict[str, Any]) -> list[Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compiles and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", type=split_many, default=split_many(METHODS), help='separated by ";"')
+    parser.add_argument("--methods", type=split_list, default=split_list(METHODS), help='separated by ";"')
     parser.add_argument("--shape", choices=SHAPES, default="125m")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")

@@ -18,7 +18,7 @@ from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.command import words
 from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.generation.reuse.full_kv import held_in_full
+from kvjax.generation.reuse.full_kv import full_kv_from_context
 from kvjax.models.tokenizer import FILE
 from kvjax.testbed import corpus, tasks
 
@@ -131,7 +131,7 @@ def answers(
 
 def under(method: Method, context: Context) -> Context:
     """What a method makes of keys and values that a context holds in full; for methods that look at no query."""
-    return held_in_full(context).under(method, context.cache.capacity)
+    return full_kv_from_context(context).under(method, context.cache.capacity)
 
 
 def continuations(

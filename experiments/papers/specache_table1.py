@@ -17,7 +17,7 @@ import kvjax
 from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
 from kvjax import Config, Model
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 
 PAIR = ("kivi:bits={bits},group={group}", "specache:bits={bits},group={group}")
 """By default 128 recent rows in full precision, and 64 recent and 64 fetched ones, as in the paper."""
@@ -105,7 +105,7 @@ def beside(method: str) -> list[str | None]:
     papers = [MODELS["Mistral-7B"], MODELS["LLaMA-3-8B"]]
     if method == "full":
         return [f"{p.full:.1f}" for p in papers]
-    (part,) = parts_of(method)
+    (part,) = split_methods(method)
     key = part.values["bits"], part.values["group"]
     return [f"{p.longbench[key][part.name == 'specache']:.1f}" if key in p.sizes else None for p in papers]
 

@@ -14,8 +14,8 @@ import numpy as np
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import FOLDER
-from kvjax.cache.calibration.table_kinds import KINDS, Kind
+from kvjax.cache.calibration.table_file import SHIPPED_TABLES
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.calibrate import arrays
 from kvjax.core.rope import Rope
@@ -30,21 +30,19 @@ REAL_CONTEXTS = 8
 # The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
 # divide among four devices.
 EXAMPLES = {
-    file: LayerSpec(
-        index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32)
-    )
+    file: LayerSpec(index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32))
     for file, kv_heads in (("example.safetensors", 2), ("example_devices.safetensors", 4))
 }
 
 
-def learned(kind: Kind) -> bool:
+def learned(kind: TableKind) -> bool:
     """Whether no text gives a table of this kind."""
-    return type(kind).count is Kind.count and not kind.measured_by
+    return type(kind).count is TableKind.count and not kind.measuring_method
 
 
 def write(name: str) -> None:
     """All tables of a kind."""
-    kind, folder = KINDS[name], FOLDER / name
+    kind, folder = TABLE_KINDS[name], SHIPPED_TABLES / name
     folder.mkdir(parents=True, exist_ok=True)
     said = "random numbers: an example of the format"
     for file, spec in EXAMPLES.items():
@@ -83,10 +81,10 @@ def write_real(name: str, model_name: str) -> None:
     layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
     read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
     said = f"kvjax calibrate {name} {model_name}, {read}"
-    table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
+    table_file.write(SHIPPED_TABLES / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
 
 
 if __name__ == "__main__":
     load_all()
-    for kind in sys.argv[1:] or sorted(KINDS):
+    for kind in sys.argv[1:] or sorted(TABLE_KINDS):
         write(kind)

@@ -28,17 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.chunked_extend import Extend, in_pieces, singly
+from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.decode_policy import first_empty
-from kvjax.cache.eviction.granularity import gather
+from kvjax.cache.eviction.decode_policy import first_empty_slot
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, hash_once
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
@@ -154,17 +153,19 @@ class MethodLayer(StateOperations):
         assert self.method.layer_budgets is not None
         return self.method.layer_budgets.allocate_tokens(self, measures, lengths)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
         store = self._divided_side_store
-        return int(tokens.max()) if store is None else store.slots_for(tokens)
+        return int(tokens.max()) if store is None else store.num_kept_slots(tokens)
 
-    def with_room_for(self, slots: int) -> MethodLayer:
+    def with_kept_slots(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
         store = self._divided_side_store
         if store is None:  # the main slots are sized when the state is made
             return self
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, side_store=store.with_room_for(slots)))
+        return dataclasses.replace(
+            self, method=dataclasses.replace(self.method, side_store=store.with_kept_slots(slots))
+        )
 
     @property
     def _divided_side_store(self) -> SideStore | None:
@@ -194,7 +195,7 @@ class MethodLayer(StateOperations):
                 # The softmax was summed over the whole prompt, of which some tokens are gone: a policy sums anew.
                 observation = observation._replace(softmax_lse=None)
             slots, policy_state = m.decode.init(self, block, observation, num_slots)
-            block = gather(block, slots)
+            block = gather_tokens(block, slots)
         # Empty slots follow the tokens, for what is decoded later.
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
@@ -221,9 +222,10 @@ class MethodLayer(StateOperations):
         """
         m = self.method
         assert m.select is not None
-        keep = m.select.counts(block, observation, slots)
-        choice = m.select.choose(block, observation, keep, slots, self.spec, m.representatives, share, m.second_stage)
-        kept = gather(block, choice.slots)
+        keep = m.select.num_kept_per_sequence(block, observation, slots)
+        components = {"representatives": m.representatives, "second_stage": m.second_stage}
+        choice = m.select.select_slots(block, observation, keep, slots, self.spec, head_budgets=share, **components)
+        kept = gather_tokens(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
     def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
@@ -287,9 +289,9 @@ class MethodLayer(StateOperations):
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
                     "sequence per row, and no tree or beam of guesses"
                 )
-            return singly(at_once, state, q, new, commit, cross_layer)
+            return extend_token_by_token(at_once, state, q, new, commit, cross_layer)
         if 0 < m.read.prompt_chunk < T:
-            return in_pieces(at_once, state, q, new, commit, cross_layer, m.read.prompt_chunk)
+            return extend_in_chunks(at_once, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
         return at_once(state, q, new, commit, cross_layer)
 
     def _at_once(
@@ -338,7 +340,7 @@ class MethodLayer(StateOperations):
         if state.n is None:
             if not count:
                 return state
-            slot, n = first_empty(state.pos), None
+            slot, n = first_empty_slot(state.pos), None
             # A padding token must not take a position: its write goes beyond the last slot, where it is dropped.
             pos_slot = jnp.where(pos[:, :, 0] >= 0, slot, state.pos.shape[2])
         else:

@@ -12,7 +12,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.compatibility import check_components
 from kvjax.cache.eviction.budget_allocation import LayerBudgets
-from kvjax.cache.eviction.budgets import budgets_of_layers
+from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.cache.eviction.decode_policy import Policy
 from kvjax.cache.eviction.merging import MergeRule
 from kvjax.cache.eviction.representatives import Representatives
@@ -22,7 +22,7 @@ from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.base import Reader
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.validation import check_hashable, check_kind
+from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import KvjaxError
 
@@ -72,7 +72,7 @@ class Method:
 
     def __post_init__(self):
         for name, kind in _component_types().items():
-            check_kind(name, getattr(self, name), kind)
+            check_component_type(name, getattr(self, name), kind)
             check_hashable(name, getattr(self, name))
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
@@ -125,7 +125,7 @@ class Method:
         bound = bind_fields(unbound, spec)
         budgets: tuple[int | None, ...] = ()
         if self.layer_budgets is not None and self.select is not None:
-            budgets = tuple(budget.most() for budget in budgets_of_layers(self.select.budget, spec))
+            budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
         # A side store or a reader may do nothing in this layer and something in another. Checking them as they were
         # given refuses an impossible method in its first layer, and not in the middle of a model.
         checked = dataclasses.replace(bound, side_store=unbound.side_store, read=unbound.read)

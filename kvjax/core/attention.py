@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.core.mesh import vary
@@ -113,7 +114,7 @@ def causal_attention(
     q: Array,
     k: Array,
     v: Array,
-    start: Array | int = 0,
+    start: Array | np.integer | int = 0,
     window: int | None = None,
     *,
     block: int = 512,
@@ -127,7 +128,7 @@ def causal_attention_with_lse(
     q: Array,
     k: Array,
     v: Array,
-    start: Array | int = 0,
+    start: Array | np.integer | int = 0,
     window: int | None = None,
     *,
     block: int = 512,
@@ -170,7 +171,7 @@ def _attend_in_blocks(
     k: Array,
     v: Array,
     *,
-    start: Array | int,
+    start: Array | np.integer | int,
     window: int | None,
     block: int,
     pattern: AttentionPattern | None,

@@ -102,3 +102,30 @@ class KVBlock:
         is_full = (self.pos >= 0)[..., None]
         k, v = (jnp.where(is_full, x, jnp.zeros((), x.dtype)) for x in (self.k, self.v))
         return dataclasses.replace(self, k=k, v=v)
+
+
+def gather_tokens(block: KVBlock, slots: Array) -> KVBlock:
+    """Takes the tokens in some slots of a block.
+
+    Args:
+      block: keys and values [B K S H].
+      slots: i32[B 1|K n], one set for all heads or one for each; below 0, the place in the result stays empty.
+
+    Returns:
+      The block of n slots; its `pos` has K = 1 where both `block.pos` and `slots` have.
+    """
+
+    def take(x: Array, index: Array) -> Array:
+        return jnp.take_along_axis(x, index, 2, mode="promise_in_bounds")
+
+    B, K, _, _ = block.k.shape
+    index = jnp.maximum(slots, 0)
+    per_head = jnp.broadcast_to(index, (B, K, index.shape[2]))
+    pos_heads = max(block.pos.shape[1], slots.shape[1])
+    pos = take(
+        jnp.broadcast_to(block.pos, (B, pos_heads, block.pos.shape[2])),
+        jnp.broadcast_to(index, (B, pos_heads, index.shape[2])),
+    )
+    k, v = (take(x, per_head[..., None]) for x in (block.k, block.v))
+    bias = None if block.bias is None else take(block.bias, per_head)
+    return KVBlock(k, v, jnp.where(slots >= 0, pos, -1), bias)

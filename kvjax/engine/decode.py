@@ -24,7 +24,7 @@ from kvjax.engine.forward import (
     scan_if_traced,
 )
 from kvjax.engine.modes import Decode, LayerCall
-from kvjax.engine.sampling import Sampler, row_keys, sample
+from kvjax.engine.sampling import Sampler, sample, sequence_keys
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles
 
@@ -141,7 +141,7 @@ def decode(
 
     The keys are those of `kvjax.generate`, where tokens i32[B] were the first to be drawn.
     """
-    keys = row_keys(key, len(tokens))
+    keys = sequence_keys(key, len(tokens))
 
     def draw(logits: Array, column: Array) -> Array:
         return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))

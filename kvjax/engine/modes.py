@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, last_positions
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -158,7 +158,7 @@ class PromptReplay(ForwardMode):
                 call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh
             )
             state = state._replace(replay_scores=scores)
-        return by_query_blocks(attend_both, q, self.pos, QUERY_BLOCK), state, cross_layer
+        return map_query_blocks(attend_both, q, self.pos, QUERY_BLOCK), state, cross_layer
 
 
 @pytree
@@ -181,4 +181,4 @@ def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, p
     def attend(q: Array, query_pos: Array) -> Partial:
         return attend_dense(q, block, query_pos, window, pattern)
 
-    return merge([by_query_blocks(attend, q, query_pos, QUERY_BLOCK)])
+    return merge([map_query_blocks(attend, q, query_pos, QUERY_BLOCK)])

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, slots_of
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
 from kvjax.core.mesh import constrain, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine import sharded_layer
@@ -71,13 +71,13 @@ def prefill(
     """
     T = tokens.shape[1]
     if num_slots is None:
-        num_slots = tuple(slots_of(layer, (min(T, capacity),), capacity) for layer in plan)
+        num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
     needs = [layer.needs for layer in plan]
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
         hidden, states = _run_whole(params, tokens, lengths, plan, target, capacity, num_slots, compiled)
     else:
-        hidden, prompts = run_exactly(
+        hidden, prompts = prefill_exactly(
             params,
             tokens,
             lengths,
@@ -98,7 +98,7 @@ def prefill(
 def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> Cache:
     """Makes the cache of `batch` sequences that have no token yet; see `kvjax.functional.empty`."""
     c, lengths = target.config, jnp.zeros(batch, jnp.int32)
-    num_slots = tuple(slots_of(layer, (0,), capacity) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, (0,), capacity) for layer in plan)
     prompts = []
     for call in layer_calls(plan, c, num_slots):
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
@@ -134,7 +134,7 @@ def _run_whole(
     return take_last(hidden, lengths if num_observed is None else None), states
 
 
-def run_exactly(
+def prefill_exactly(
     params: Any,
     tokens: Array,
     lengths: Array,
@@ -301,14 +301,14 @@ def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, t
 
 def _fit_slots(plan: Plan, kept: np.ndarray, longest: int, capacity: int) -> tuple[Plan, tuple[int, ...]]:
     """The layers with room for what they keep, i32[L B] or i32[L B K] tokens, and the slots of their states."""
-    room = -(-(capacity - longest) // 16) * 16  # in multiples, as in `slots_of`
+    room = -(-(capacity - longest) // 16) * 16  # in multiples, as in `num_layer_slots`
     layers = _budgeted(plan)
     most = [
-        -(-layer.slots_for(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
+        -(-layer.num_kept_slots(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
         for layer, tokens in zip(layers, kept, strict=True)
     ]
     slots = tuple(min(capacity, layer.num_slots_for(n, room)) for layer, n in zip(layers, most, strict=True))
-    return tuple(layer.with_room_for(n) for layer, n in zip(layers, most, strict=True)), slots
+    return tuple(layer.with_kept_slots(n) for layer, n in zip(layers, most, strict=True)), slots
 
 
 def _budgeted(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:

@@ -88,7 +88,7 @@ class SamplingParams:
         return Sampler(jnp.float32(self.temperature), *filters)
 
 
-def chosen_sampling(sampling: SamplingParams | None = None, **given: Any) -> SamplingParams:
+def resolve_sampling(sampling: SamplingParams | None = None, **given: Any) -> SamplingParams:
     """How a call draws: by `sampling`, or by the keywords that it gives, those that are not None.
 
     Raises KvjaxError where it gives both.
@@ -111,10 +111,10 @@ def sample(s: Sampler, logits: Array, key: Array) -> Array:
     """logits f32[B V] -> tokens i32[B]; a row's token depends only on its own logits and its own key [B]."""
     if s.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(key, filtered(s, logits / s.temperature)).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(key, apply_filters(s, logits / s.temperature)).astype(jnp.int32)
 
 
-def filtered(s: Sampler, logits: Array) -> Array:
+def apply_filters(s: Sampler, logits: Array) -> Array:
     """logits f32[B V], after the temperature, with the tokens that the filters drop at NEG."""
     if (s.top_k, s.top_p, s.min_p) == (None, None, None):
         return logits
@@ -132,6 +132,6 @@ def filtered(s: Sampler, logits: Array) -> Array:
     return jnp.where(keep, logits, MASKED_LOGIT)
 
 
-def row_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
+def sequence_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
     """One key per row, numbered from `first` on, so that a row draws the same tokens alone and in company."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(batch))

@@ -16,11 +16,11 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, CodecWrapper
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
 from kvjax.cache.readers.full import Full
-from kvjax.cache.shared_prefix import Behind
+from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
@@ -37,7 +37,7 @@ class Carried:
 
 
 @dataclasses.dataclass(frozen=True)
-class StraightThrough(CodecWrapper, KeysByPrompt):
+class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     """The wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
 
     x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed as the codec does
@@ -61,8 +61,8 @@ class StraightThrough(CodecWrapper, KeysByPrompt):
     def held(self, x: Array, pos: Array, found: Array) -> Carried:
         return Carried(self._by_prompt().held(*_constant(x, pos, found)), x)
 
-    def _by_prompt(self) -> KeysByPrompt:
-        if not isinstance(self.inner, KeysByPrompt):
+    def _by_prompt(self) -> PromptAdaptiveKeys:
+        if not isinstance(self.inner, PromptAdaptiveKeys):
             raise KvjaxError(f"{self.inner} holds no keys by a prompt's queries; give the tier a codec that does")
         return self.inner
 
@@ -135,9 +135,9 @@ class DifferentiableLayer(MethodLayer):
         with memory.as_floats(True):
             return super().extend_with_prefix(state, q, new, commit, cross_layer, other_partial)
 
-    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
+    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         with memory.as_floats(True):
-            return super().appended(state, block)
+            return super().append_block(state, block)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
         with memory.as_floats(True):
@@ -186,8 +186,8 @@ def make_differentiable(method: KVMethod) -> KVMethod:
         return method
     if isinstance(method, Method):
         return Differentiable(method)
-    if isinstance(method, Behind):
-        return Behind(make_differentiable(method.prefix), make_differentiable(method.own))
+    if isinstance(method, SharedPrefixMethod):
+        return SharedPrefixMethod(make_differentiable(method.prefix), make_differentiable(method.own))
     raise KvjaxError(
         f"differentiable=True wraps the components of a kvjax.Method, and {type(method).__name__} has none: such a "
         "method passes gradients where its own state is of floats; bind it with differentiable=False"

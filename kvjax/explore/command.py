@@ -11,7 +11,7 @@ from kvjax.eval.page import safe_write
 from kvjax.explore import page
 from kvjax.explore.record import explored
 from kvjax.generation.inputs import token_ids
-from kvjax.methods.strings import named
+from kvjax.methods.strings import resolve
 from kvjax.models.model import Model, load
 from kvjax.utils.files import read_text_file
 
@@ -21,7 +21,7 @@ MOST = 4096  # tokens of a text: beyond, a page is too large to open
 
 def run(args: argparse.Namespace) -> None:
     """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
-    methods = named(METHODS if args.methods is None else args.methods)
+    methods = resolve(METHODS if args.methods is None else args.methods)
     for name in ("steps", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")

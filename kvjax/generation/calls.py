@@ -65,11 +65,11 @@ def prefill(
     return run_prompts(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
 
 
-def fresh_inputs(
+def inputs_after_cache(
     model: Model, ids: Sequence[Sequence[int]], cache: Cache, extra: int = 0, width: int | None = None
 ) -> dict[str, Array]:
     """Padded tokens that follow a cache, checked against its rows and its room (`extra` more are to come)."""
-    cache.check_whole()
+    cache.check_usable()
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
     longest = max(map(len, ids))
@@ -80,7 +80,7 @@ def fresh_inputs(
             f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
             f"prefill with capacity={need} or more, or read with that, or with a larger room="
         )
-    checks.check_fed(model, cache.plan, used, longest)
+    checks.check_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
     checks.check_result(model, *tokens.shape)
@@ -120,7 +120,7 @@ def extend_padded(
     width: int | None = None,
 ) -> tuple[Array, Cache]:
     """`extend` of lists of ids, padded to a width, so that rows of many lengths share one program."""
-    args = fresh_inputs(model, ids, cache, width=width)
+    args = inputs_after_cache(model, ids, cache, width=width)
     marks = _marks(ids, decoded)
     if num_draft_tokens(cache.plan) and any(map(any, marks)):
         known = [[not d for d in row[1:]] + [False] for row in marks]

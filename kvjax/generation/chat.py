@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.engine.sampling import SamplingParams, chosen_sampling
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.generation.generate import generate
 from kvjax.generation.result import Result
 from kvjax.generation.stopping import Stop
-from kvjax.models.conversations import Messages
+from kvjax.models.chat_template import Messages
 from kvjax.models.model import Model
 
 
@@ -36,7 +36,7 @@ def chat(
     checkpoint's end-of-sequence ids, among which is its end of turn. Whole conversations are read: to go on from a
     cache, use `kvjax.generate`. Raises KvjaxError as `Model.chat_ids` does.
     """
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return generate(
         model,
         model.chat_ids(messages),

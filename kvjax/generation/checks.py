@@ -19,7 +19,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
 from kvjax.generation.memory_plan import bytes_of
 from kvjax.methods.strings import method_of, name_of
-from kvjax.models.config import LARGEST, Config
+from kvjax.models.config import MAX_SIZE, Config
 from kvjax.models.model import Model
 
 SHORTEN = "shorten the text, or use a method that is made for endless text, such as infllm"
@@ -32,7 +32,7 @@ def check_prompts(
 
     slots: of each layer. capacity: tokens per row. width: what rows are padded to. piece: tokens read at a time.
     """
-    if capacity > LARGEST:
+    if capacity > MAX_SIZE:
         raise KvjaxError(
             f"a cache for {capacity:,} tokens per row was asked for, and positions are 32-bit integers; ask for fewer "
             "new tokens, or for less room"
@@ -75,27 +75,27 @@ def check_result(model: Model, rows: int, tokens: int) -> None:
     _check_memory(model, size, 0, f"the logits of {rows} rows of {tokens:,} tokens")
 
 
-def check_fed(model: Model, plan: Plan, used: int, more: int) -> None:
+def check_positions(model: Model, plan: Plan, used: int, more: int) -> None:
     """Warns where `more` tokens behind `used` ones are the first beyond the positions that the model was made for."""
     if used <= model.config.max_positions < used + more and not all(layer.needs.unbounded_length for layer in plan):
         _warn(model, f"{more:,} tokens behind {used:,} others go")
 
 
 def check_decoding(model: Model, cache: Cache, new: int) -> None:
-    """`check_fed` for so many tokens that may be generated behind what a cache holds."""
-    check_fed(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), new)
+    """`check_positions` for so many tokens that may be generated behind what a cache holds."""
+    check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), new)
 
 
-_TOLD: set[str] = set()
+_WARNED_METHODS: set[str] = set()
 """Names of the methods of which it has been said that they save nothing."""
 
 
 def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
     """Warns, once for each method, where its cache holds as much on the device as the exact one of the same tokens."""
     exact_on_device = method.traits.exact and not method.traits.host
-    if size.fraction_of_full < 1 or exact_on_device or (name := name_of(method)) in _TOLD:
+    if size.fraction_of_full < 1 or exact_on_device or (name := name_of(method)) in _WARNED_METHODS:
         return
-    _TOLD.add(name)
+    _WARNED_METHODS.add(name)
     warnings.warn(
         f"{name} saves nothing on this prompt: {size.held['device']:,} bytes held on the device, "
         f"{size.fraction_of_full:.1%} of the exact {size.dtype} cache; a longer prompt shows what it saves, or a "
@@ -119,7 +119,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
     """The cache; raises OtherWeights for that of another model, and KvjaxError where another method is named."""
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    cache.check_whole()
+    cache.check_usable()
     if cache.config != model.config:
         raise OtherWeights("this cache was filled by another model; prefill the prompt with this one")
     if cache.dtype != model.dtype.name:

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.cache.shared_prefix import Behind
-from kvjax.cache.state import as_one, as_rows
+from kvjax.cache.shared_prefix import SharedPrefixMethod
+from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, chosen_sampling
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import calls, checks
 from kvjax.generation.cache_ops import edit, extend_prefix, save, sequences
@@ -57,13 +57,13 @@ class Context:
     read_seconds: float = 0.0  # of the documents, compilation apart
 
     def __repr__(self) -> str:
-        if self.cache.used_up:
+        if self.cache.is_donated:
             return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {self.bytes})"
 
     def _repr_html_(self) -> str | None:
-        if self.cache.used_up:
+        if self.cache.is_donated:
             return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
@@ -117,7 +117,7 @@ class Context:
         arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
         self._check_room(max_new_tokens - 1)  # the last token is not fed back
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         return start_decoding(
             self.model,
             self.last,
@@ -148,7 +148,7 @@ class Context:
         use_up: bool = False,
     ) -> Result:
         """What comes next in each row; options as in `start`."""
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         begun = self.start(
             max_new_tokens=max_new_tokens,
             sampling=params,
@@ -177,7 +177,7 @@ class Context:
         use_up: bool = False,
     ) -> Iterator[list[int | None]]:
         """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         begun = self.start(
             max_new_tokens=max_new_tokens,
             sampling=params,
@@ -212,7 +212,7 @@ class Context:
         as the rows of a batch would.
         """
         ids = token_ids(self.model, questions)
-        params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         options: _Options = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
@@ -258,7 +258,7 @@ class Context:
     def pick(self, which: Sequence[int]) -> Context:
         """The rows of these numbers, in this order, each as often as it is named."""
         chosen = sequences.rows(self.cache, which)
-        return dataclasses.replace(self, cache=chosen, last=as_rows(None, self.last, np.asarray(which)))
+        return dataclasses.replace(self, cache=chosen, last=take_sequences(None, self.last, np.asarray(which)))
 
     def branch(self, times: int) -> Context:
         """Each row so many times, to go on differently; the copies of a row lie next to each other."""
@@ -276,7 +276,7 @@ class Context:
         cache = sequences.join([x.cache for x in parts])
         if len(known) > 1:
             return self._before_feeding(cache)
-        return dataclasses.replace(self, cache=cache, last=as_one(None, [x.last for x in parts]))
+        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in parts]))
 
     def share(
         self,
@@ -293,10 +293,10 @@ class Context:
         be shared again. On a mesh one prefix is shared, as many equal rows as the mesh divides: of=[0, 0, ..].
         """
         ids, timer = token_ids(self.model, documents), Timer()
-        own = self.method.own if isinstance(self.method, Behind) else self.method
+        own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
         own = own if method is None else method_of(method)
-        behind = Behind(self.method, own)
-        last, cache = extend_prefix.read_behind(self.model, self.cache, behind, ids, of, room, timer)
+        behind = SharedPrefixMethod(self.method, own)
+        last, cache = extend_prefix.read_after_prefix(self.model, self.cache, behind, ids, of, room, timer)
         return Context(self.model, cache, last, behind, timer.run_seconds)
 
     def _before_feeding(self, cache: Cache) -> Context:
@@ -304,7 +304,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
-        self.cache.check_whole()
+        self.cache.check_usable()
         if not self.last.shape[1]:
             raise KvjaxError(
                 "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
@@ -313,7 +313,7 @@ class Context:
 
     def save(self, path: str | Path) -> Path:
         """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
-        self.cache.check_whole()
+        self.cache.check_usable()
         return save.write(path, self.model, self.method, self.cache, self.last)
 
     def _check_room(self, more: int) -> None:

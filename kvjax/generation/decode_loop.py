@@ -14,7 +14,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import PLAIN, Compiled, Target
-from kvjax.engine.sampling import Sampler, row_keys, sample
+from kvjax.engine.sampling import Sampler, sample, sequence_keys
 
 
 @pytree
@@ -56,7 +56,7 @@ def begin(
     """
     B = logits.shape[0]
     out = jnp.full((B, num_tokens), -1, jnp.int32)
-    keys = row_keys(key, B, first_row)
+    keys = sequence_keys(key, B, first_row)
     state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos)
     state = _draw_next(state, logits[:, None], sampler)
     return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, chosen_sampling
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError
 from kvjax.generation import calls, checks, stopping
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.prompt_runner import run_prompts
 from kvjax.generation.result import Result
-from kvjax.generation.session import DecodeSession, chosen_loop, start_decoding
+from kvjax.generation.session import DecodeSession, resolve_loop, start_decoding
 from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
@@ -40,8 +40,8 @@ def start(
 ) -> DecodeSession:
     """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    loop = chosen_loop(loop, stop, max_new_tokens)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    loop = resolve_loop(loop, stop, max_new_tokens)
     ids, stop, timer = token_ids(model, prompts), stopping.strings(model, stop), Timer()
     if cache is None:
         plan = bind(method, model.config)
@@ -51,7 +51,7 @@ def start(
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         checks.check_cache(model, cache, method)
-        args = calls.fresh_inputs(model, ids, cache, max_new_tokens)
+        args = calls.inputs_after_cache(model, ids, cache, max_new_tokens)
         out, filled = calls.extend_timed(model, cache, timer, **args)
         last = calls.at_row_ends(out, ids)
     return start_decoding(
@@ -108,7 +108,7 @@ def generate(
     Raises:
       KvjaxError: a value that cannot be; prompts that do not fit; numbers that stop being finite.
     """
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     begun = start(
         model,
         prompts,
@@ -149,7 +149,7 @@ def stream(
 
     It runs the very program that `generate` runs, one column at a time.
     """
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     begun = start(
         model,
         prompts,
@@ -185,7 +185,7 @@ def stream_text(
 ) -> Iterator[str]:
     """The text that continues one prompt, piece by piece as it is made; options as in `generate`."""
     model.text_tokenizer()  # a model without one is told before it reads
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     begun = start(
         model,
         [prompt],

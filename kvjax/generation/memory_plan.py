@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, slots_of
+from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer_slots
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.engine.forward import Plan
@@ -65,7 +65,7 @@ def planned_bytes(
     capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
     width = round_up(prompt) if width is None else arguments.integer("width", width)
     plan = bind(method, config)
-    slots = [slots_of(layer, (prompt,), capacity) for layer in plan]
+    slots = [num_layer_slots(layer, (prompt,), capacity) for layer in plan]
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below what is held.
         slots = [min(n + SHARED_ROUNDING - 1, capacity) for n in slots]

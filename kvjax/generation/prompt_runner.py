@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 
-from kvjax.cache.protocol import Cache, slots_of
+from kvjax.cache.protocol import Cache, num_layer_slots
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target
 from kvjax.engine.prefill import prefill
@@ -50,7 +50,7 @@ def run_prompts(
     """
     timer = timer or Timer()
     lengths = tuple(map(len, ids))
-    num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
     chunk_of_method = _chunk_of_method(plan, chunk)
     padded = width or round_up(max(lengths))
     at_once = chunk or chunk_of_method or padded

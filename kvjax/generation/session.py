@@ -200,7 +200,7 @@ def start_decoding(
     first_row: the sequences draw as those from this number on. The cache is used up, unless it is to be kept; then the
     loop works on a copy.
     """
-    loop = chosen_loop(loop, stop, max_new_tokens)
+    loop = resolve_loop(loop, stop, max_new_tokens)
     checks.check_decoding(model, cache, max_new_tokens)
     timer, stop, sampler = timer or Timer(), stopping.strings(model, stop), sampling.sampler()
     prefill_seconds = timer.run_seconds
@@ -225,7 +225,7 @@ def start_decoding(
     return session
 
 
-def chosen_loop(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
+def resolve_loop(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
     """The loop that was asked for, or what suits the number of tokens and the machine."""
     if loop is None:
         return "layers" if max_new_tokens < LONG and jax.default_backend() == "cpu" else "while"

@@ -22,7 +22,7 @@ from kvjax.methods.trial import Trial, selected
 
 @dataclasses.dataclass(frozen=True)
 class ShiftingAttention(WindowAttention):
-    """Scores like `WindowAttention`, by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
+    """Scores by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
 
     gamma: float = 200.0
 

@@ -10,6 +10,7 @@ from kvjax.cache.eviction.head_budgets import (
     ALL_TOKENS,
     HeadTableBudgets,
     HeadTokens,
+    MeanOfHeads,
     check_head_fractions,
     scores_of_all_heads,
     top_heads_mask,
@@ -68,4 +69,4 @@ def duo_attention(
     makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
     """
     rule = StreamingBudgets(HeadWeights.table_file(table), sparsity, sinks + recent)
-    return Method(select=Selection(Recency(), rule, sinks, recent), side_store=Pages(rule, page))
+    return Method(select=Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=Pages(rule, page))

@@ -227,8 +227,8 @@ def _load_table(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDivision(HeadBudgets, Budget):
-    """A division in one layer: the selection's budget is the mean of its heads, and each head keeps its own number.
+class LayerDivision(HeadBudgets):
+    """The tokens that a division gives to each head of one layer.
 
     Args:
       division: the division of the model.
@@ -241,26 +241,33 @@ class LayerDivision(HeadBudgets, Budget):
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def num_kept_by_length(self, longest: int) -> np.ndarray:
-        # The mean over the heads, rounded up to whole units.
-        tokens, size = self.tokens_by_length(longest), self.division.size
-        always = self.division.quota(longest)[0]
-        units = (tokens - always[:, None]).sum(1) // size
-        return (always - size * (-units // tokens.shape[1])).astype(np.int32)
+    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
+        return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMean(Budget):
+    """The budget of a selection under a `LayerDivision`: the mean of the layer's heads, rounded up to whole units."""
+
+    heads: LayerDivision
 
     def num_kept(self, length: int) -> int:
         return int(self.num_kept_by_length(length)[length])
 
+    def num_kept_by_length(self, longest: int) -> np.ndarray:
+        tokens, size = self.heads.tokens_by_length(longest), self.heads.division.size
+        always = self.heads.division.quota(longest)[0]
+        units = (tokens - always[:, None]).sum(1) // size
+        return (always - size * (-units // tokens.shape[1])).astype(np.int32)
+
     def max_kept(self) -> int | None:
-        most = self.division.budget.max_kept()
+        division = self.heads.division
+        most = division.budget.max_kept()
         if most is None:
             return None
         # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
-        first = _load_table(self.division.given, self.division.model)[0][0]
-        return int(self.num_kept_by_length(int(most / first) + 2 * self.division.size).max())
-
-    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
-        return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
+        first = _load_table(division.given, division.model)[0][0]
+        return int(self.num_kept_by_length(int(most / first) + 2 * division.size).max())
 
 
 class SequenceBudgets(MeasuredHeadTokens):
@@ -302,7 +309,7 @@ class CalibratedDivision(HeadBudgets):
         )
         assert spec.index is not None
         layer_division = LayerDivision(division, spec.index)
-        return dataclasses.replace(select, budget=layer_division), layer_division
+        return dataclasses.replace(select, budget=LayerMean(layer_division)), layer_division
 
 
 def _model_shape(spec: LayerSpec) -> tuple[int, int, int, int]:

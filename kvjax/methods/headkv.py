@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.cache.calibration.head_tables import HeadWeights
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, scores_of_all_heads
+from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, MeanOfHeads, scores_of_all_heads
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -85,4 +85,4 @@ def headkv(
     """
     rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
     scorer = scorers.WindowAttention(window, kernel, pool)
-    return Method(select=make_selection(scorer, rule, 0, window), side_store=Pages(rule, page))
+    return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=Pages(rule, page))

@@ -15,7 +15,7 @@ from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
-from kvjax.cache.readers.retrieval import slots_of_queries
+from kvjax.cache.readers.retrieval import slot_lookup
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
@@ -134,7 +134,7 @@ class BlockReader(Reader):
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
-        rope, n, own_slots = layer.spec.rope, state.n[:, None], slots_of_queries(state, q_pos)
+        rope, n, own_slots = layer.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
         is_kept = (q_pos >= 0) & (own_slots(q_pos) < n)  # the others are drafts, which recall blocks of their own
         reader_state = self._form_blocks(layer, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))

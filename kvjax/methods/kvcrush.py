@@ -59,9 +59,9 @@ class KVCrush:
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def choose(self, units: EvictableUnits, num_wanted: Array, max_wanted: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """i32[B max_wanted]: see `Representatives`."""
-        return self.choose_by_signature(unit_signatures(units, self.bits), units, num_wanted, max_wanted)
+        return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
 
     def choose_by_signature(
         self, signatures: Array, units: EvictableUnits, num_wanted: Array, max_wanted: int

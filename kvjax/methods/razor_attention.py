@@ -13,6 +13,7 @@ from kvjax.cache.eviction.head_budgets import (
     ALL_TOKENS,
     HeadTableBudgets,
     HeadTokens,
+    MeanOfHeads,
     check_head_fractions,
     scores_of_all_heads,
     top_heads_mask,
@@ -123,5 +124,7 @@ def razor_attention(
     """
     rule = RazorBudgets(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
     return Method(
-        select=Selection(Recency(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
+        select=Selection(Recency(), MeanOfHeads(rule), sinks, recent),
+        merge=Compensation(sinks),
+        side_store=Pages(rule, page),
     )

@@ -111,7 +111,7 @@ class Recompress(Policy):
         block = gather_tokens(KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos), order)
         num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = method.select.select_slots(
-            block, state.policy_state, num_kept, S, layer.spec, method.representatives
+            block, state.policy_state, num_kept, S, layer.spec, representatives=method.representatives
         ).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 import kvjax.methods
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError
 from kvjax.methods.trial import Trial
 
@@ -166,7 +166,7 @@ def _check_value(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
     want, name = parameter.annotation, f"parameter {parameter.name!r} of {recipe}"
     if want is TokenBudget:
         try:
-            TokenBudget(value)
+            parse_budget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
     elif want in KINDS:

@@ -13,7 +13,7 @@ from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.cache.readers.retrieval import Index, Retrieve, slots_of_queries
+from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -83,7 +83,7 @@ class QuestionRetrieval(Retrieve):
         pre_rope = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         search_q = question[:, :, :, None] + jnp.cumsum(pre_rope, 3)
-        is_kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        is_kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)  # drafts leave no trace
         reader_state = dataclasses.replace(state.reader_state, question=question)
         out = self.found(layer, state, q, q_pos, search_q, reader_state.blocks)

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 import kvjax
 from checkpoints_convert import check as checking
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.check import check, lacking
-from checkpoints_convert.conversion_plan import plan
-from checkpoints_convert.convert import convert, parts, read
+from checkpoints_convert.check import check, missing_packages
+from checkpoints_convert.conversion_plan import plan_conversion
+from checkpoints_convert.convert import convert, read, read_parts
 from checkpoints_convert.source import Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -219,10 +219,10 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
 
 def peak_of_writing(source: Directory, out: Path) -> int:
     """Bytes that are held at once while all parts of a source are read and written."""
-    todo = plan(source)  # traces the decoder's shapes, which is not what is measured
+    todo = plan_conversion(source)  # traces the decoder's shapes, which is not what is measured
     with checkpoint.Writer(out, todo.config, todo.dtype) as writer:
         tracemalloc.start()
-        for name, subtree in parts(source, todo, todo.dtype):
+        for name, subtree in read_parts(source, todo, todo.dtype):
             writer.put(name, subtree)
             del subtree
         peak = tracemalloc.get_traced_memory()[1]
@@ -257,14 +257,14 @@ def test_check_names_every_difference(hf, tmp_path):
 def test_check_compares_logits_where_transformers_is_installed(tmp_path):
     convert(ROOT / "qwen3", tmp_path / "out", "bf16")  # rounds: the peer's weights are rounded alike
     difference = check(ROOT / "qwen3", tmp_path / "out").logit_difference
-    assert 0 < difference < 1e-4 if not lacking(ROOT / "qwen3") else difference is None
+    assert 0 < difference < 1e-4 if not missing_packages(ROOT / "qwen3") else difference is None
 
 
 def test_logits_of_a_gguf_file_need_one_package_more(tmp_path, monkeypatch):
     monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
     file = tmp_path / "model.gguf"
     file.touch()
-    assert (lacking(file), lacking(ROOT / "qwen3")) == (("accelerate",), ())
+    assert (missing_packages(file), missing_packages(ROOT / "qwen3")) == (("accelerate",), ())
 
 
 @pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])

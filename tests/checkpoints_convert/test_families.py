@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints_convert.conversion_plan import plan
+from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import IGNORED
 from checkpoints_convert.source import Directory
@@ -60,7 +60,7 @@ def test_fused_projections_are_split():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_has_one_source_and_split_is_inverted_by_join(name):
     source = Directory(ROOT / name)
-    todo = plan(source)
+    todo = plan_conversion(source)
     seen = []
     for binding in todo.bindings:
         tensor = source.read(binding.source)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.conversion_plan import plan
+from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
 from checkpoints_convert.source import INDEX, Directory
@@ -25,7 +25,7 @@ ESCAPE = "\x1b[2J"
 
 def refusal(directory) -> str:
     with pytest.raises(KvjaxError) as e:
-        plan(Directory(directory))
+        plan_conversion(Directory(directory))
     return str(e.value)
 
 
@@ -103,10 +103,10 @@ def test_ids_that_are_none_are_named(hf, key, ids):
 def test_ids_of_generation_config_and_beyond_the_vocabulary(hf):
     mistral = hf("mistral")
     mistral.config(bos_token_id=40, eos_token_id=[39, 40])
-    config = plan(Directory(mistral.directory)).config
+    config = plan_conversion(Directory(mistral.directory)).config
     assert config.bos_id is None and config.eos_ids == (2,)
     (mistral.directory / "generation_config.json").unlink()
-    assert plan(Directory(mistral.directory)).config.eos_ids == (39,)
+    assert plan_conversion(Directory(mistral.directory)).config.eos_ids == (39,)
     (mistral.directory / "generation_config.json").write_text('{"eos_token_id": {"a": [1]}}')
     assert "eos_token_id must name tokens" in refusal(mistral.directory)
 

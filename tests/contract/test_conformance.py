@@ -15,11 +15,10 @@ import pytest
 
 import kvjax
 from kvjax.cache import protocol
-from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
@@ -73,7 +72,7 @@ class LastTokensLayer:
     def _last(self, *blocks: KVBlock) -> KVBlock:
         k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
         newest = jnp.argsort(pos, axis=2)[:, :, -self.count :].astype(jnp.int32)
-        return gather(KVBlock(k, v, pos).clean(), newest)
+        return gather_tokens(KVBlock(k, v, pos).clean(), newest)
 
 
 def members(cls: type) -> set[str]:

@@ -23,7 +23,7 @@ from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
 from tests.contract import edges, layer
-from tests.contract.table import RECIPES, TRIALS, sizes
+from tests.contract.table import REGISTRY, TRIALS, sizes
 
 MODEL = Config(2, layer.D, layers=1, heads=layer.K * layer.G, kv_heads=layer.K, head_dim=layer.H, mlp_width=layer.D)
 LIMITS = {name: trial for name, trial in TRIALS.items() if trial.limit}
@@ -32,7 +32,7 @@ every = pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS.keys())
 
 
 def test_every_recipe_has_trials_of_itself():
-    for recipe in RECIPES.values():
+    for recipe in REGISTRY.values():
         assert recipe.trials, f"{recipe.name} has no Trial; see kvjax/methods/trial.py"
         assert len({trial.name for trial in recipe.trials}) == len(recipe.trials)
         for trial in recipe.trials:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, slots_of
+from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, num_layer_slots
 from kvjax.cache.readers.full import Full
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
@@ -108,7 +108,7 @@ def inputs() -> tuple[Any, Any]:
 
 def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
     """(the state after the prompts, what the steps give, the state after them)."""
-    slots = slots_of(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
+    slots = num_layer_slots(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
     here = bound if mesh is None else Spread(bound, mesh)
 
     def whole(prompt: Any, steps: Any) -> tuple[Any, jax.Array, Any]:

@@ -20,9 +20,9 @@ from kvjax.engine.layer_prompt import observed_block
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.contract.edges import batches, those_not
-from tests.contract.table import RECIPES
+from tests.contract.table import REGISTRY
 
-METHODS = [parse(recipe.trials[0].small) for recipe in RECIPES.values()]
+METHODS = [parse(recipe.trials[0].small) for recipe in REGISTRY.values()]
 SELECTING = {method.select.scorer: method for method in METHODS if method.select is not None}
 """Each scorer once, with a method that chooses by it."""
 

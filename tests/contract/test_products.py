@@ -16,9 +16,9 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.pairs import verdict
+from kvjax.methods.pairs import judge_pair
 from tests.contract import layer
-from tests.contract.table import PAIRS, RECIPES, pair, parts, together
+from tests.contract.table import PAIRS, REGISTRY, pair, parts, together
 
 NUMBER = re.compile(r"[\d.]+")
 REMEDY = re.compile(r"[;:] (compose|give|leave|use) ")
@@ -47,9 +47,9 @@ def abstract_types(bound: BoundLayer) -> list:
     return layer.traced(run, *layer.prompt(d), [d.tokens(0, count) for count, _ in commits])
 
 
-@pytest.mark.parametrize("a", RECIPES)
+@pytest.mark.parametrize("a", REGISTRY)
 def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
-    for b in RECIPES:
+    for b in REGISTRY:
         found = pair(*sorted((a, b))) if a != b else None
         if isinstance(found, IncompatibleMethod):
             assert "slot `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
@@ -58,7 +58,7 @@ def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
 @functools.cache
 def filled(name: str) -> set[str]:
     """The slots that a recipe fills by itself."""
-    own, default = parse(parts(RECIPES[name])[0][0]), Method()
+    own, default = parse(parts(REGISTRY[name])[0][0]), Method()
     slots = (f.name for f in dataclasses.fields(Method) if f.compare)
     return {slot for slot in slots if getattr(own, slot) != getattr(default, slot)}
 
@@ -66,14 +66,14 @@ def filled(name: str) -> set[str]:
 @functools.cache
 def kind(name: str) -> str:
     """What a recipe fills its slots with, apart from numbers and from what a scorer makes of its queries."""
-    method, default = parse(" + ".join(parts(RECIPES[name])[0])), Method()
+    method, default = parse(" + ".join(parts(REGISTRY[name])[0])), Method()
     filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
     filled = {slot: value for slot, value in filled.items() if value != getattr(default, slot)}
     if method.select is not None:
         select, scorer = method.select, method.select.scorer
         asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
         seen = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
-        filled["select"] = (type(select.budget), select.unit, select.per, *seen)
+        filled["select"] = (type(select.budget), select.granularity, select.scope, *seen)
     return NUMBER.sub("", str(filled))
 
 
@@ -99,7 +99,7 @@ def test_c8_a_pair_keeps_its_types_through_a_step(a, b):
 
 
 def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
-    verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
+    verdicts = {pair: judge_pair(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
     assert len(verdicts) == 120
     assert len([p for p, v in verdicts.items() if not v.works and not v.reason.startswith("both ")]) <= 12
 
@@ -135,9 +135,9 @@ def assert_exact(text: str, exact_from: int) -> None:
     np.testing.assert_allclose(got, want, atol=5e-6)
 
 
-@pytest.mark.parametrize(("a", "b"), [p for p in chosen() if all(RECIPES[name].trials[0].limit for name in p)])
+@pytest.mark.parametrize(("a", "b"), [p for p in chosen() if all(REGISTRY[name].trials[0].limit for name in p)])
 def test_two_methods_at_their_limits_are_dense_attention(a, b):
-    exact_from = max(RECIPES[name].trials[0].exact_from for name in (a, b))
+    exact_from = max(REGISTRY[name].trials[0].exact_from for name in (a, b))
     assert_exact(together(a, b, limit=True), exact_from)
 
 

@@ -33,14 +33,14 @@ def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, 
 
 
 def test_the_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_backend_optimization_level": "high"})
+    monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_backend_optimization_level": "high"})
     compiled._known.cache_clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
         compiled.options_for(1, 8, jnp.float32)
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_of_another_version": "true"})
+    monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_of_another_version": "true"})
     assert compiled.options_for(1, 8, jnp.float32) == ()
 
 
@@ -48,7 +48,7 @@ def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch
     model = toy_model(layers=1)
     want = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
     dropped = []
-    monkeypatch.setattr(compile_cache, "MAPPINGS", 0)
+    monkeypatch.setattr(compile_cache, "MAX_MAPPINGS", 0)
     monkeypatch.setattr(timing, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
     monkeypatch.setattr(
         compile_cache, "clear_compiled", lambda drop=compile_cache.clear_compiled: dropped.append(drop())

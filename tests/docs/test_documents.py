@@ -7,7 +7,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.methods.registry import RECIPES, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, is_builtin, load_all
 from kvjax.testing import toy_model
 from tests.helpers.documents import (
     FENCE,
@@ -44,7 +44,7 @@ def test_the_readme_is_short():
 
 
 def test_the_readme_counts_the_methods():
-    ours = [recipe for recipe in load_all().values() if is_ours(recipe.make)]
+    ours = [recipe for recipe in load_all().values() if is_builtin(recipe.make)]
     assert f"{len(ours)} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -102,9 +102,9 @@ def test_of_a_table_of_the_evaluation_all_but_the_scores_is_compared():
     "code", [b for page in ("README.md", "docs/writing_a_method.md") for b in python_code(page) if "@recipe" in b]
 )
 def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
-    before = set(RECIPES)
+    before = set(REGISTRY)
     exec(compile(code, "document", "exec", dont_inherit=True), {"__name__": "document"})
-    (name,) = set(RECIPES) - before
+    (name,) = set(REGISTRY) - before
     model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
     for method in (name, OWN_METHODS[name]):
         together = kvjax.generate(model, prompts, method, max_new_tokens=4).tokens

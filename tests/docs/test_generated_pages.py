@@ -14,7 +14,7 @@ from docs.generate.catalogue import recipes
 from experiments.methods import MEASURED, measured
 from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.methods.registry import FAMILIES, recipe
-from kvjax.methods.strings import parts_given
+from kvjax.methods.strings import parse_parts
 from tests.helpers.documents import FENCE, check_command, commands
 
 NAMES = sorted(recipes())
@@ -64,10 +64,10 @@ def test_a_parameter_that_nothing_explains_is_an_error(clean_catalogue, monkeypa
         """
         return kvjax.method_api.Method()
 
-    from kvjax.methods.registry import RECIPES
+    from kvjax.methods.registry import REGISTRY
 
     with pytest.raises(LookupError, match="the docstring of mine does not say what 'mystery' means"):
-        parameters.describe(RECIPES["mine"])
+        parameters.describe(REGISTRY["mine"])
 
 
 def test_a_meaning_is_one_sentence_in_the_words_of_the_method_that_it_refers_to():
@@ -130,7 +130,7 @@ def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat1
             device, host = result.document["bfloat16"][method]
             score = result.contexts(method, result.document["tasks"][0])
             row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ±"
-            in_it = name in [part.name for part in parts_given(method)]
+            in_it = name in [part.name for part in parse_parts(method)]
             assert (row in page) == in_it, method
             found |= in_it
     assert ("## On a real model" in page) == found

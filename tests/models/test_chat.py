@@ -17,7 +17,7 @@ import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testing import toy_model
 

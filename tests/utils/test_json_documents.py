@@ -21,7 +21,7 @@ def test_what_is_no_json_is_a_value_error(content):
 
 
 def test_what_is_json_comes_back():
-    brackets = [[[]] * 3 for _ in range(json_documents.DEEPEST)]
+    brackets = [[[]] * 3 for _ in range(json_documents.MAX_DEPTH)]
     assert json_documents.loads(str(brackets)) == brackets
     assert json_documents.parse_object('{"ä": "[[["}'.encode(), "here") == {"ä": "[[["}
     with pytest.raises(KvjaxError, match="here does not hold a JSON object; do this"):

@@ -82,8 +82,8 @@ class Codec:
         """The codec that holds pages of `page` slots, each with tokens of one head that never change; None if none can.
 
         It is asked for `encode` and `decode` alone, of [B K S H] in whole pages, each filled from its front. What it
-        stores has an entry for each slot as axis 2; one for each page where it is a `ByPage`. Raises KvjaxError for
-        pages that it does not fit.
+        stores has an entry for each slot as axis 2; one for each page where it is a `PagedArrays`. Raises KvjaxError
+        for pages that it does not fit.
         """
         return self if self.supports_eviction else None
 
@@ -96,7 +96,7 @@ class Codec:
         return self
 
 
-class ByPage:
+class PagedArrays:
     """Marks what is stored of pages in arrays with an entry for each page, not for each slot, as axis 2."""
 
 

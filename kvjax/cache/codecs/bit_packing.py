@@ -17,7 +17,7 @@ ROW_BITS = (1, 2, 3, 4, 8)
 ONE_BIT = ("improved", "original")
 
 
-def quantise(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
+def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
     """x [... g], a group per last axis -> (codes uint32[... g], scale [... 1], lo [... 1]); x' = code * scale + lo.
 
     KIVI's rule (Liu et al. 2024, arXiv 2402.02750, section 3.2): lo the minimum, scale = (max - min) / (2^bits - 1),
@@ -43,7 +43,7 @@ def quantise(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Arr
     return codes.astype(jnp.uint32), scale.astype(x.dtype), lo.astype(x.dtype)
 
 
-def dequantise(codes: Array, scale: Array, lo: Array) -> Array:
+def dequantize(codes: Array, scale: Array, lo: Array) -> Array:
     """codes uint32[... g], scale and lo [... 1] or [... g] -> [... g] in scale's dtype, rounded per operation."""
     half = _rounder(scale.dtype)
     # The maximum changes nothing, but keeps product and sum from becoming one operation that rounds only once.

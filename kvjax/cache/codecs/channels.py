@@ -18,10 +18,10 @@ class Channels(ChunkCodec):
     Of H channels, two numbers each; nothing per token. A channel that is constant comes back exactly.
     """
 
-    def quantise(self, x: Array) -> Coded:
-        codes, scale, lo = quant.quantise(x.swapaxes(2, 3), self.bits)
+    def quantize(self, x: Array) -> Coded:
+        codes, scale, lo = quant.quantize(x.swapaxes(2, 3), self.bits)
         return Coded(codes.swapaxes(2, 3), None, jnp.concatenate([scale, lo], 2).swapaxes(2, 3))
 
     def restore(self, codes: Array, own: Array | None, shared: Array) -> Array:
         scale, lo = jnp.split(shared, 2, -1)
-        return quant.dequantise(codes, scale, lo)
+        return quant.dequantize(codes, scale, lo)

@@ -44,7 +44,7 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCodec(Codec):
-    """The base of codecs whose tokens share something: `quantise` and `restore` make one.
+    """The base of codecs whose tokens share something: `quantize` and `restore` make one.
 
     bits: 1, 2, 3, 4 or 8. every: decoded tokens stay in full precision until so many have come; these become codes at
     the start of the next step, and share what they share with each other only. 0: a prompt is held, and nothing after
@@ -63,13 +63,13 @@ class ChunkCodec(Codec):
         if self.every < 0:
             raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
 
-    def quantise(self, x: Array) -> Coded:
+    def quantize(self, x: Array) -> Coded:
         """Tokens x [B K T H], all of them real, as codes."""
         raise NotImplementedError
 
     def coded(self, x: Array) -> Coded:
-        """`quantise`, through which no gradient passes."""
-        return self.quantise(refuse_gradient(x, f"codes of {type(self).__name__}"))
+        """`quantize`, through which no gradient passes."""
+        return self.quantize(refuse_gradient(x, f"codes of {type(self).__name__}"))
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Codes uint32[B K n H], each with its own part [B K n A] and its shared one [B K 1|n C] -> [B K n H]."""

@@ -13,7 +13,7 @@ from jax import lax
 
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs import blockwise
-from kvjax.cache.codecs.base import ByPage, Codec
+from kvjax.cache.codecs.base import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products
@@ -42,7 +42,7 @@ class Kivi(Codec):
     "token", groups of `group` channels per token (its values). residual: that many recent tokens R stay in full
     precision; keys leave in blocks of R as soon as one is complete, values one by one, as the paper's code does. What
     a step's end makes due leaves at the start of the next, before anything is read. one_bit: levels of one-bit codes,
-    see `quant.quantise`. packed: words run along "tokens" (read as a whole, fast) or along "channels" (read by rows,
+    see `quant.quantize`. packed: words run along "tokens" (read as a whole, fast) or along "channels" (read by rows,
     as from the host). A group is quantised once, in the dtype that it came in, from real tokens of its row only.
     """
 
@@ -96,14 +96,14 @@ class Kivi(Codec):
     def on_host(self) -> Kivi:
         return dataclasses.replace(self, packed="channels")
 
-    def in_pages(self, page: int) -> PageGroups:
+    def in_pages(self, page: int) -> PagedKivi:
         if self.axis == "channel" and page % self.group:
             raise IncompatibleMethod(
                 f"slot `side_store` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys "
                 f"(slot `k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides "
                 f"the heads, or kivi:group={math.gcd(page, self.group)}"
             )
-        return PageGroups(self, page)
+        return PagedKivi(self, page)
 
     def num_quantized(self, n: Array) -> Array:
         """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
@@ -124,7 +124,7 @@ class Kivi(Codec):
         recent = memory.take(_resized(x, max(slots, 1), 2), self._held(settled, n)[:, None])
         x = _resized(x, self.room(slots), 2)
         inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
-        codes, scale, lo = self.quantise(x)
+        codes, scale, lo = self.quantize(x)
         known = inside if self.axis == "token" else inside[:, :, :: self.group]
 
         def keep(a, ok):
@@ -159,7 +159,7 @@ class Kivi(Codec):
         leaving = stored.recent
         if count < self.places:
             leaving = memory.take(leaving, (at % self.places)[:, None, None])
-        codes, scale, lo = self.quantise(leaving)
+        codes, scale, lo = self.quantize(leaving)
         groups = at // self.group if self.axis == "channel" else at
         return Packed(
             self._add_codes(stored.codes, codes, at, due),
@@ -181,7 +181,7 @@ class Kivi(Codec):
     def decode(self, stored: Packed) -> Array:
         """[B K S H] in the dtype that came in."""
         codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
-        held = self.join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
+        held = self.join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantize)
         S = stored.slots
         held = _resized(held, S, 2)
         slot = jnp.arange(S, dtype=jnp.int32)[None]
@@ -192,9 +192,9 @@ class Kivi(Codec):
         """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
         newest = memory.take(stored.recent, idx % self.places)
         settled = (idx < stored.num_quantized[:, None, None])[..., None]
-        return jnp.where(settled, self.coded_rows(stored, idx), newest)
+        return jnp.where(settled, self.gather_codes(stored, idx), newest)
 
-    def coded_rows(self, stored: Any, idx: Array) -> Array:
+    def gather_codes(self, stored: Any, idx: Array) -> Array:
         """`gather` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
         in_words = idx if self.packed == "channels" else idx // self.per
         codes = memory.gather_tokens(stored.codes, in_words)
@@ -206,7 +206,7 @@ class Kivi(Codec):
         scale, lo = memory.gather_tokens(stored.scale, groups), memory.gather_tokens(stored.lo, groups)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
-        return quant.dequantise(codes, scale, lo)
+        return quant.dequantize(codes, scale, lo)
 
     def scores(self, q: Array, stored: Packed) -> Array:
         """Straight from the codes, a piece of heads and slots at a time."""
@@ -269,15 +269,15 @@ class Kivi(Codec):
             split, a = (B, K, S, H // self.group, self.group), 4
         return rule(codes.reshape(split), jnp.expand_dims(scale, a), jnp.expand_dims(lo, a)).reshape(codes.shape)
 
-    def quantise(self, x: Array) -> tuple[Array, Array, Array]:
+    def quantize(self, x: Array) -> tuple[Array, Array, Array]:
         """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
         B, K, T, H = x.shape
         x = refuse_gradient(x, f"codes of {type(self).__name__}")
         if self.axis == "token":
-            codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
+            codes, scale, lo = quant.quantize(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
         groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
-        codes, scale, lo = quant.quantise(groups, self.bits, self.one_bit)
+        codes, scale, lo = quant.quantize(groups, self.bits, self.one_bit)
         return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
 
     def _held(self, settled: Array, n: Array | None = None) -> Array:
@@ -310,7 +310,7 @@ class Kivi(Codec):
 
 
 @pytree
-class Coded(ByPage):
+class Coded(PagedArrays):
     """Pages of tokens as codes, P pages of each shelf."""
 
     codes: memory.Buffer  # uint32 words [B K P W], those of a page one behind the other
@@ -319,7 +319,7 @@ class Coded(ByPage):
 
 
 @dataclasses.dataclass(frozen=True)
-class PageGroups(Codec):
+class PagedKivi(Codec):
     """Pages of tokens that never change, in the groups of `rule` and without a residual: all of them are codes.
 
     A page belongs to one head and holds whole groups of tokens, so that no group mixes heads. The last group of a head
@@ -335,7 +335,7 @@ class PageGroups(Codec):
         tokens = self.rule.group if self.rule.axis == "channel" else 1
         # An empty slot repeats the first token of its group: that changes no minimum and no maximum.
         x = jnp.where(real, x, jnp.zeros((), x.dtype))
-        codes, scale, lo = self.rule.quantise(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
+        codes, scale, lo = self.rule.quantize(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
         by_page = (*x.shape[:2], x.shape[2] // self.page, -1)
         codes, scale, lo = (a.reshape(by_page) for a in (jnp.where(real, codes, jnp.uint32(0)), scale, lo))
         codes = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, -codes.shape[3] % self.rule.per)])
@@ -351,7 +351,7 @@ class PageGroups(Codec):
         if self.rule.axis == "token":
             groups = (B, K, P * self.page, H // self.rule.group)
         codes = codes.reshape(B, K, P * self.page, H)
-        return self.rule.join(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantise)
+        return self.rule.join(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantize)
 
 
 def _resized(x: Array, n: int, axis: int) -> Array:

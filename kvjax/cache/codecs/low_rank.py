@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.bases import group_size, in_groups, products
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.bases import group_heads, group_size, sum_outer_products
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
@@ -139,14 +139,14 @@ class LowRank(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTable(LowRank):
+class CalibratedLowRank(LowRank):
     """The first directions of a table of `Bases`, the same for all rows of a batch.
 
     share: of the channels, rounded down, but at least one coordinate a head. of: which of the table's bases; bare keys
     are held without their rotation.
     """
 
-    table: Given | None = None
+    table: TableFile | None = None
     of: str = "values"
     share: float = 0.5
 
@@ -159,7 +159,7 @@ class FromTable(LowRank):
         return self.of == "bare_keys"
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = cast(FromTable, super().at(spec))
+        bound = cast(CalibratedLowRank, super().at(spec))
         bound._given()  # a table that does not fit is told when the method is bound
         return bound
 
@@ -169,7 +169,7 @@ class FromTable(LowRank):
         K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
-        basis, mean = self.table.of(self.spec, **shapes).values()
+        basis, mean = self.table.layer_arrays(self.spec, **shapes).values()
         rank = size * max(fraction_of(self.share, H), 1)
         if rank > basis.shape[2]:
             raise KvjaxError(
@@ -197,7 +197,7 @@ class Fitted(LowRank):
 
     def directions(self, x: Array) -> tuple[Array, None]:
         assert self.spec is not None
-        vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
+        vectors = _eigenvectors(sum_outer_products(group_heads(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]

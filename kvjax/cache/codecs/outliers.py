@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import slots_where, top
-from kvjax.cache.eviction.representatives import Count, check_share, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, check_share, fraction_of
 from kvjax.core import memory
+from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
 
 
@@ -28,7 +28,7 @@ class Outliers:
     def __post_init__(self):
         check_share(self.share)
 
-    def on_a_side(self, length: Count) -> Count:
+    def on_a_side(self, length: IntOrArray) -> IntOrArray:
         """How many of the largest, and of the smallest, of so many numbers are outliers."""
         return fraction_of(self.share / 2, length)
 
@@ -58,8 +58,8 @@ class Outliers:
     def _extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
         """`found` for vectors [B K V n], of which some numbers are real bool[B K V n]."""
         x, count = vectors.astype(jnp.float32), self.on_a_side(real.sum(-1, dtype=jnp.int32))
-        largest = top(x, real, count)
-        out = largest | top(-x, real & ~largest, count)
+        largest = top_k_mask(x, real, count)
+        out = largest | top_k_mask(-x, real & ~largest, count)
         counts = real if self.mean_of_all else real & ~out
         total = jnp.where(counts, x, 0.0).sum(-1, keepdims=True)
         mean = total / jnp.maximum(counts.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -102,7 +102,7 @@ class ByToken(Outliers):
     def _listed(self, x: Array, out: Array) -> tuple[Array, Array]:
         """Channels and values of the outliers, [B K n N]."""
         B, K, n, H = x.shape
-        at = slots_where(out.reshape(B, K * n, H), self.places(H)).reshape(B, K, n, -1)
+        at = mask_to_slots(out.reshape(B, K * n, H), self.places(H)).reshape(B, K, n, -1)
         at = jnp.maximum(at, 0)  # of a slot without a token
         return at.astype(jnp.uint8 if H <= 256 else jnp.uint16), jnp.take_along_axis(x, at, 3)
 
@@ -162,6 +162,6 @@ class ByChannel(Outliers):
     def _listed(self, x: Array, out: Array) -> tuple[Array, Array]:
         """Places among the tokens, -1 where there is none, and values of the outliers, [B K N H]."""
         B, K, n, H = x.shape
-        at = slots_where(out.swapaxes(2, 3).reshape(B, K * H, n), self.places(n))
+        at = mask_to_slots(out.swapaxes(2, 3).reshape(B, K * H, n), self.places(n))
         at = at.reshape(B, K, H, -1).swapaxes(2, 3)
         return at, jnp.take_along_axis(x, jnp.maximum(at, 0), 2)

@@ -19,7 +19,7 @@ from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
 
 
-class Quantiser:
+class Quantizer:
     """One row of numbers as a few short arrays. A quantiser is a frozen dataclass with `encode` and `decode`."""
 
     def encode(self, x: Array) -> Any:
@@ -43,7 +43,7 @@ class Words(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MinMax(Quantiser):
+class MinMax(Quantizer):
     """From the row's least to its greatest number in equal steps, of which zero is one; vLLM's `int4_per_token_head`.
 
     With top = 2^bits - 1: scale = max((max - min) / top, 1e-6), zero = -min / scale, code = x / scale + zero, both
@@ -67,7 +67,7 @@ class MinMax(Quantiser):
         top = float(2**self.bits - 1)
         least = jnp.minimum(x.min(-1, keepdims=True), 0.0) * self.clip
         most = jnp.maximum(x.max(-1, keepdims=True), 0.0) * self.clip
-        scale = scale_of(most - least, top)
+        scale = step_size(most - least, top)
         zero = jnp.clip(_rounded(-least / scale), 0.0, top)
         codes = jnp.clip(_rounded(x / scale + zero), 0.0, top).astype(jnp.uint32)
         word = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._low
@@ -85,7 +85,7 @@ class MinMax(Quantiser):
 
 
 @dataclasses.dataclass(frozen=True)
-class Absmax(Quantiser):
+class Absmax(Quantizer):
     """Eight bits on either side of zero: scale = max(max |x| / 127, 1e-6), code = x / scale rounded half to even.
 
     vLLM's `int8_per_token_head`.
@@ -95,7 +95,7 @@ class Absmax(Quantiser):
         quant.check_fills(H, 8)
 
     def encode(self, x: Array) -> Words:
-        scale = scale_of(jnp.abs(x).max(-1, keepdims=True), 127.0)
+        scale = step_size(jnp.abs(x).max(-1, keepdims=True), 127.0)
         codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
         return Words(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
 
@@ -122,7 +122,7 @@ class Rows(Codec):
     held where attention reads them: the query is turned instead of the keys, and the mix of values is turned back.
     """
 
-    quantiser: Quantiser = MinMax()
+    quantizer: Quantizer = MinMax()
     rotate: str = ""
 
     def __post_init__(self):
@@ -160,15 +160,15 @@ class Rows(Codec):
 
     def _coded(self, x: Array) -> Any:
         """x [B K T H] -> the quantiser's arrays [B K T w]."""
-        return self.quantiser.encode(self._turned(refuse_gradient(x, f"codes of {type(self.quantiser).__name__}")))
+        return self.quantizer.encode(self._turned(refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")))
 
     def _plain(self, coded: Any, dtype: str) -> Array:
         """The quantiser's arrays -> the rows, as they came."""
-        return self._turned(self.quantiser.decode(coded)).astype(dtype)
+        return self._turned(self.quantizer.decode(coded)).astype(dtype)
 
     def _piece_of(self, stored: Coded) -> blockwise.Decode:
         def piece(row: Array, rows: int, start: Array | int, count: int) -> Array:
-            return self.quantiser.decode(
+            return self.quantizer.decode(
                 memory.map_buffers(lambda held: memory.slice_tokens(held, row, rows, start, count), stored.parts)
             )
 
@@ -182,7 +182,7 @@ class Rows(Codec):
         return jnp.einsum("...h,hj->...j", x, jnp.asarray(hadamard(x.shape[-1])), precision=lax.Precision.HIGHEST)
 
     def _check_head_dim(self, H: int) -> None:
-        self.quantiser.check(H)
+        self.quantizer.check(H)
         if self.rotate and H & (H - 1):
             raise KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
@@ -198,7 +198,7 @@ def hadamard(H: int) -> np.ndarray:
     return matrix / np.float32(np.sqrt(H))
 
 
-def scale_of(span: Array, steps: float, least: float = 1e-6) -> Array:
+def step_size(span: Array, steps: float, least: float = 1e-6) -> Array:
     """The size of one of so many steps, and not less than `least`."""
     # By a bare constant XLA would not divide, but multiply by its rounded reciprocal.
     return jnp.maximum(span / jnp.where(span > 0, steps, 1.0), least)

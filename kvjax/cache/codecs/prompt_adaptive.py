@@ -11,7 +11,7 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
 
-class KeysByPrompt(Codec):
+class PromptAdaptiveKeys(Codec):
     """The base of such codecs: `found` looks at a prompt, and `held` holds keys by what it found."""
 
     by_head = True
@@ -36,10 +36,10 @@ class KeysByPrompt(Codec):
         )
 
 
-class TiersByPrompt(Tiers):
+class PromptAdaptiveTiers(Tiers):
     """The base of tiers whose key codec looks at the whole prompt, also at the tokens that stay in the slots."""
 
-    k: KeysByPrompt
+    k: PromptAdaptiveKeys
 
     def held(self, there: KVBlock, block: KVBlock, observation: Observation | None) -> Low:
         if observation is None:

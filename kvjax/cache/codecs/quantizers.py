@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser, scale_of
+from kvjax.cache.codecs.per_token import Quantizer, step_size
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
 
@@ -25,7 +25,7 @@ class Small(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8(Quantiser):
+class Fp8(Quantizer):
     """Floating-point numbers of eight bits (Micikevicius et al. 2022, arXiv 2209.05433; vLLM's fp8 caches).
 
     kind: "e4m3", four bits of exponent and three of mantissa, up to 448; or "e5m2", up to 57,344. scaled: each row is
@@ -43,7 +43,7 @@ class Fp8(Quantiser):
     def encode(self, x: Array) -> Small:
         dtype = EIGHT_BITS[self.kind]
         most = float(jnp.finfo(dtype).max)
-        scale = scale_of(jnp.abs(x).max(-1, keepdims=True), most) if self.scaled else None
+        scale = step_size(jnp.abs(x).max(-1, keepdims=True), most) if self.scaled else None
         x = x if scale is None else x / scale
         return Small(lax.bitcast_convert_type(jnp.clip(x, -most, most).astype(dtype), jnp.uint8), scale)
 
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockFloat(Quantiser):
+class BlockFloat(Quantizer):
     """Blocks of neighbouring numbers share a power of two; each number has a mantissa of `bits` bits, sign included.
 
     The power 2^e is the least that lets the block's largest number in, the scale rounded up (Soloveychik et al. 2022,

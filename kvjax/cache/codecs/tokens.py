@@ -26,13 +26,13 @@ class Tokens(ChunkCodec):
         if self.group < 0:
             raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole row, got {self.group}")
 
-    def quantise(self, x: Array) -> Coded:
-        codes, scale, lo = quant.quantise(self._in_groups(x), self.bits)
+    def quantize(self, x: Array) -> Coded:
+        codes, scale, lo = quant.quantize(self._in_groups(x), self.bits)
         return Coded(codes.reshape(x.shape), jnp.concatenate([scale[..., 0], lo[..., 0]], -1), None)
 
     def restore(self, codes: Array, own: Array, shared: None) -> Array:
         scale, lo = jnp.split(own[..., None], 2, 3)
-        return quant.dequantise(self._in_groups(codes), scale, lo).reshape(codes.shape)
+        return quant.dequantize(self._in_groups(codes), scale, lo).reshape(codes.shape)
 
     def _in_groups(self, x: Array) -> Array:
         """[B K T H] -> [B K T H/group group]."""

@@ -67,7 +67,13 @@ class Reader:
         )
 
     def read(
-        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, guessed: Partial | None, cross_layer: Any
+        self,
+        layer: MethodLayer,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        other_partial: Partial | None,
+        cross_layer: Any,
     ) -> ReadResult:
         """Queries q [B K G T H] at q_pos i32[B T] over the visible slots.
 
@@ -93,7 +99,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
 def _indexed_scores(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """Dot products of one query per row with keys held without rotation, both rotated to their index in the cache."""
     assert layer.method.decode is not None
-    rope, index = layer.spec.rope, layer.method.decode.index
+    rope, index = layer.spec.rope, layer.method.decode.cache_positions
     turned = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
     bare = rope.unrotate_queries(q, q_pos)
     return scores(rope.rotate_queries(bare, index(layer, state.pos, q_pos[:, None])[:, 0]), turned)
@@ -110,7 +116,7 @@ def shares(p: Array, l: Array) -> Array | None:
     return p / jnp.maximum(l, 1e-30)[..., None] if p.shape[3] == 1 else None
 
 
-def by_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
+def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int, *more: Array) -> Any:
     """attend(q, q_pos, *more), n queries at a time, so that a long chunk needs no T x S array.
 
     more: what belongs to the queries, [B K G T ...]. It gives arrays [B K G T ...] (a Partial, a Reading).

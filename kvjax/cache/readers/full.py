@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers import fused_kernels
-from kvjax.cache.readers.base import Reader, ReadResult, attended, by_query_blocks, logits
+from kvjax.cache.readers.base import Reader, ReadResult, attended, logits, map_query_blocks
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
 
@@ -35,18 +35,18 @@ class Full(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         form = (
             None if layer.method.decode or state.bias is not None else fused_kernels.find(self.kernel, layer.k, layer.v)
         )
         if form:
-            part = by_query_blocks(lambda q, t: form.read(layer, state, q, t), q, q_pos, form.queries)
+            part = map_query_blocks(lambda q, t: form.read(layer, state, q, t), q, q_pos, form.queries)
             return ReadResult(part, cross_layer=cross_layer)
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
 
         def attend(q: Array, q_pos: Array) -> ReadResult:
             return attended(logits(layer, state, q, q_pos, keys), lambda p: layer.v.mix(p, values))
 
-        return by_query_blocks(attend, q, q_pos, 512)._replace(cross_layer=cross_layer)
+        return map_query_blocks(attend, q, q_pos, 512)._replace(cross_layer=cross_layer)

@@ -12,7 +12,7 @@ from jax import lax
 
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
@@ -66,7 +66,7 @@ class Index:
     def build(self, block: KVBlock) -> Any:
         """The summaries of a block [B K S H], in buffers."""
         units = -(-block.pos.shape[2] // self.size)
-        keys, real = self._by_unit(block, jnp.zeros((block.pos.shape[0], 1), jnp.int32), units)
+        keys, real = self.split_units(block, jnp.zeros((block.pos.shape[0], 1), jnp.int32), units)
         return jax.tree.map(memory.pack, self.summarise(keys, real))
 
     def append(self, reader_state: Any, new: KVBlock, at: Array) -> Any:
@@ -78,10 +78,10 @@ class Index:
         first = at // self.size
         touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
         before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
-        after = self.join(before, self.summarise(*self._by_unit(new, at % self.size, units)))
+        after = self.join(before, self.summarise(*self.split_units(new, at % self.size, units)))
         return memory.map_buffers(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
 
-    def _by_unit(self, block: KVBlock, offset: Array, units: int) -> tuple[Array, Array]:
+    def split_units(self, block: KVBlock, offset: Array, units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block's first goes to place offset i32[B 1]."""
         place = jnp.arange(units * self.size, dtype=jnp.int32)[None, None] - offset[:, :, None]
         count = block.pos.shape[2]
@@ -148,7 +148,7 @@ class Retrieve(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         return ReadResult(
@@ -159,7 +159,7 @@ class Retrieve(Reader):
         self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, asking: Array, reader_state: Any
     ) -> Partial:
         """Attention of queries to what others, asking [B K G T H] in their place, find in the index."""
-        summary, own_slots = self.index.load(reader_state), slots_of_queries(state, q_pos)
+        summary, own_slots = self.index.load(reader_state), slot_lookup(state, q_pos)
 
         def attend(q: Array, q_pos: Array, asking: Array) -> Partial:
             with jax.named_scope("retrieve"):
@@ -171,7 +171,7 @@ class Retrieve(Reader):
                 slots = jnp.concatenate([always, best], -1)
             return attend_slots(layer, state, q, q_pos, slots)
 
-        return by_query_blocks(attend, q, q_pos, 16, asking)
+        return map_query_blocks(attend, q, q_pos, 16, asking)
 
     @property
     def _always_read(self) -> int:
@@ -204,7 +204,7 @@ class Retrieve(Reader):
         return slots.reshape(*slots.shape[:4], -1)
 
 
-def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
+def slot_lookup(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
     """What gives the slots i32[B T] in which the tokens of some of the queries at q_pos i32[B T] lie.
 
     Tokens of this call that are not kept count as if they lay behind the last one. Holds while decoding: what has come

@@ -11,7 +11,7 @@ from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class RingBuffer:
     """P places for copies of some slots: the first `sinks` slots, and a ring of the `size` latest ones."""
 
     sinks: int

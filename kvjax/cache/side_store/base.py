@@ -48,11 +48,11 @@ class SideStore:
         """Of so many tokens that a prompt leaves, those that stay in the slots."""
         raise NotImplementedError
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep; of a store with `by_head`."""
         raise NotImplementedError
 
-    def with_room_for(self, slots: int) -> SideStore:
+    def with_kept_slots(self, slots: int) -> SideStore:
         """The store that has this many slots of each head in the mean; of a store with `by_head`."""
         raise NotImplementedError
 

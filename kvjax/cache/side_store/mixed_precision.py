@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.accounting import bytes_beyond
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
@@ -66,15 +66,15 @@ class Tiers(SideStore):
             block = layer.selected(block, observation, most)
         block = block.clean()
         low = self.chosen(layer, block, observation)
-        here = gather(block, slots_where((block.pos >= 0) & ~low, self.num_main_slots(most)))
-        there = gather(block, slots_where(low, max(self.room(most), 1)))
+        here = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~low, self.num_main_slots(most)))
+        there = gather_tokens(block, mask_to_slots(low, max(self.room(most), 1)))
         return here, self.held(there, block, observation)
 
     def _most(self, layer: MethodLayer, width: int, slots: int) -> int:
         """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
         method = layer.method
         if method.select is not None and method.layer_budgets is None:
-            width = method.select.most_of(width)
+            width = method.select.max_kept_up_to(width)
         return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -88,7 +88,7 @@ class Tiers(SideStore):
             p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, 512)
 
     def positions(self, store: Low) -> Array:
         return store.pos
@@ -139,4 +139,4 @@ class Tier(Tiers):
         low = fraction_of(self.share, length)
         old = length - fraction_of(self.recent, length - low)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
-        return top(-scores, slot < old[:, None, None], low)
+        return top_k_mask(-scores, slot < old[:, None, None], low)

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.codecs.base import ByPage
+from kvjax.cache.accounting import bytes_beyond
+from kvjax.cache.codecs.base import PagedArrays
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
-from kvjax.cache.eviction.ranking import BestOfLayer, Counted
+from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -43,7 +43,7 @@ LONG_PAGE = 64
 
 
 @pytree
-class Shelves:
+class PagePools:
     """The pages of a layer, R = pages of a shelf * page."""
 
     k: Any  # [B K R H], as the key codec stores it
@@ -77,13 +77,13 @@ class Pages(SideStore):
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, Shelves]:
+    ) -> tuple[KVBlock, PagePools]:
         """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
         select = layer.method.select
         assert select is not None
-        most, share = select.most_of(block.pos.shape[2]), self.share
+        most, share = select.max_kept_up_to(block.pos.shape[2]), self.share
         if observation is not None and observation.num_kept is not None:
-            share = Counted(observation.num_kept, select.unit.size)
+            share = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
         kept = layer.selected(block, observation, most, share)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
@@ -119,15 +119,15 @@ class Pages(SideStore):
         rounding = -(-SHARED_ROUNDING // self.page)
         return pages + 1 + rounding
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def with_room_for(self, slots: int) -> Pages:
+    def with_kept_slots(self, slots: int) -> Pages:
         return dataclasses.replace(self, slots_per_head=slots)
 
-    def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> Shelves:
+    def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> PagePools:
         """Heads with their tokens at the front -> the shelves of this device, so many pages each.
 
         Each device sees for once what the heads of all devices keep.
@@ -148,11 +148,11 @@ class Pages(SideStore):
 
         pos, layer = jnp.where(full, shelved(kept.pos), -1), self._in_pages(layer)
         k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
-        return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
+        return PagePools(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Each page by the queries of its owner, then the pages of each head as one."""
-        store: Shelves = state.side_store
+        store: PagePools = state.side_store
         layer, (B, here) = self._in_pages(layer), q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
@@ -173,19 +173,19 @@ class Pages(SideStore):
             merged = _by_owner(part, owner, every.shape[1])
             return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first_head(here), here, 1) for x in merged))
 
-        return by_query_blocks(attend, q, q_pos, 64)
+        return map_query_blocks(attend, q, q_pos, 64)
 
     def _in_pages(self, layer: MethodLayer) -> MethodLayer:
         """The layer, with what its codecs hold pages with."""
         k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
         return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
 
-    def empty_bytes(self, store: Shelves) -> dict[str, int]:
+    def empty_bytes(self, store: PagePools) -> dict[str, int]:
         """Those of pages without an owner; a page of which one slot is filled is held whole."""
         owned = (np.asarray(store.owner) >= 0).sum((1, 2))
         return self._bytes_beyond(store, (owned / store.pos.shape[1]).tolist())
 
-    def planned_empty_bytes(self, store: Shelves, kept: int, prompt: int) -> dict[str, int]:
+    def planned_empty_bytes(self, store: PagePools, kept: int, prompt: int) -> dict[str, int]:
         """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
 
         A head needs the most pages for its tokens when the last one holds a single token.
@@ -195,24 +195,24 @@ class Pages(SideStore):
             return self._bytes_beyond(store, [int(known[prompt]) / K] * B)
         return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
 
-    def _bytes_beyond(self, store: Shelves, pages: list[float]) -> dict[str, int]:
+    def _bytes_beyond(self, store: PagePools, pages: list[float]) -> dict[str, int]:
         """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
         R = store.pos.shape[2]
         total = bytes_beyond(store, R, [count * self.page for count in pages])
         # A codec around another one holds its pages within what it stores.
-        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, ByPage))
-        codes = [x for x in held if isinstance(x, ByPage) and self.page > 1]
+        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, PagedArrays))
+        codes = [x for x in held if isinstance(x, PagedArrays) and self.page > 1]
         of_pages = bytes_beyond(codes, R // self.page, pages)
         return {kind: size + of_pages[kind] for kind, size in total.items()}
 
-    def positions(self, store: Shelves) -> Array:
+    def positions(self, store: PagePools) -> Array:
         """i32[B K S], S the slots of all shelves."""
         B, K, R = store.pos.shape
         owner = jnp.repeat(store.owner, self.page, -1).reshape(B, 1, K * R)
         mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
         return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
 
-    def visible_block(self, layer: MethodLayer, store: Shelves) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: PagePools) -> KVBlock:
         """All shelves in a row, for each head."""
         layer = self._in_pages(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
@@ -230,7 +230,7 @@ class Pages(SideStore):
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
-            ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
+            ("select", m.select.scope == "layer", "with per='layer' all heads keep the same tokens"),
             (
                 "layer_budgets",
                 m.layer_budgets is not None and not m.layer_budgets.by_head,

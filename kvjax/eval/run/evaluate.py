@@ -20,7 +20,7 @@ from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.methods.method_hash import identity
-from kvjax.methods.strings import Methods, is_made_by_kvjax, named
+from kvjax.methods.strings import Methods, is_builtin_method, resolve
 from kvjax.models.model import Model
 
 SPEED = "speed"
@@ -83,7 +83,7 @@ def evaluate(
     are conversations in any case. speed: context lengths, tokens, at which speed is measured, `batch` at a time. Raises
     KvjaxError before anything runs for a method or case that cannot run, and when a batch fails; what was done stays.
     """
-    parsed = named(methods)
+    parsed = resolve(methods)
     for name, method in parsed.items():
         check_runs(model, name, method, [len(c.context) for c in cases] + list(speed))
     marks, meant = check_cases(cases, store), check_unchanged(parsed, store)
@@ -221,7 +221,7 @@ def records(
     each, longest = size.per_sequence(batch.rows), max(len(c.context) for c in batch.cases)
     fraction = harness.bfloat16_fractions(method, reader.model.config, longest)
     # A report may be made where a method of one's own is not known, and then only the record can tell its traits.
-    traits = {} if is_made_by_kvjax(name) else {"traits": dataclasses.asdict(method.traits)}
+    traits = {} if is_builtin_method(name) else {"traits": dataclasses.asdict(method.traits)}
     return [
         {
             "method": name,

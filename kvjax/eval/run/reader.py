@@ -12,7 +12,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.models.model import Model
 
 SHARE = 1 / 8
@@ -28,7 +28,7 @@ class Reader:
 
     def __init__(self, model: Model, least_room: int = 0):
         self.model, self._least_room = model, least_room
-        self._kept: dict[tuple, Exact] = {}  # the latest last
+        self._kept: dict[tuple, FullKV] = {}  # the latest last
 
     def read(self, rows: Sequence[np.ndarray], method: str | KVMethod, *, room: int, width: int) -> Context:
         """As `kvjax.read`."""

@@ -21,7 +21,7 @@ import jax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
-from kvjax.models.model import Model, located
+from kvjax.models.model import Model, find_checkpoint
 from kvjax.utils import json_documents
 from kvjax.utils.files import replace_atomically
 from kvjax.utils.lock import claim
@@ -240,7 +240,7 @@ def describe(
 
 def digest(name: str) -> str | None:
     """SHA-256 over a checkpoint's configuration and the digests of its parts; None for a model from no checkpoint."""
-    where = located(name)
+    where = find_checkpoint(name)
     if not (where / checkpoint.MANIFEST).is_file():
         return None
     record = checkpoint.read_manifest(where)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer
-from kvjax.cache.state import missing
+from kvjax.cache.state import missing_ability
 from kvjax.core import memory
 from kvjax.core.mesh import per_device
 from kvjax.core.rope import Rope, rotate
@@ -46,7 +46,7 @@ def splice(model: Model, cache: Cache, start: int | Sequence[int], stop: int | S
     _check(first, end, held, new, cache.capacity)
     for layer in cache.plan:
         if not isinstance(layer, EditableLayer):
-            raise missing(layer, "be edited")
+            raise missing_ability(layer, "be edited")
     before = sequences.crop(cache, first.tolist())
     if new.any():
         before = extend_padded(model, fresh, before)[1]
@@ -112,7 +112,7 @@ def _moved(
         assert isinstance(layer, EditableLayer)
 
         def run(state: Any, before: Any, count: Array, shift: Array) -> Any:
-            return layer.appended(before, _turned(_last(layer.held(state), count, width), shift, rope))
+            return layer.append_block(before, _turned(_last(layer.decoded_block(state), count, width), shift, rope))
 
         return per_device(run, count.shape[0], heads, mesh)(state, before, count, shift)
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import Cache, slots_of
-from kvjax.cache.shared_prefix import Behind, Shared, members_of
+from kvjax.cache.protocol import Cache, num_layer_slots
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
@@ -28,10 +28,10 @@ from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 
 
-def read_behind(
+def read_after_prefix(
     model: Model,
     prefix: Cache,
-    method: Behind,
+    method: SharedPrefixMethod,
     ids: Sequence[Sequence[int]],
     of: Sequence[int] | None,
     room: int,
@@ -49,12 +49,12 @@ def read_behind(
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
     own = capacity - int(before.min())  # no row's own tokens are more
-    num_slots = tuple(slots_of(layer, tuple(lengths.tolist()), own) for layer in plan)
+    num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own) for layer in plan)
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own))
     one = (len(shared) == 1 or model.mesh is not None) and (which == 0).all()
     if model.mesh is not None and not one:
         raise KvjaxError("on a mesh all rows share one prefix, row 0; read each group of rows as a batch of its own")
-    members = None if one else members_of(which, len(shared))
+    members = None if one else sequences_by_prefix(which, len(shared))
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
     mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, model.mesh)
     compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(ids))
@@ -82,14 +82,16 @@ class PrefillAfterPrefix(ForwardMode):
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
         layer = call.layer
-        assert isinstance(layer, Shared)
+        assert isinstance(layer, SharedPrefixLayer)
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
 
         def begin(
             prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
         ) -> Any:
-            return layer.begin(prefix, prefix_lengths, members, q, block, observation, call.num_slots)
+            return layer.prefill_after_prefix(
+                prefix, prefix_lengths, members, q, block, observation, num_slots=call.num_slots
+            )
 
         run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)

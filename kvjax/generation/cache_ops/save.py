@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, slots_of
-from kvjax.cache.shared_prefix import Shared, SharedState
+from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, num_layer_slots
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
@@ -26,7 +26,7 @@ from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.methods.method_hash import identity, is_ones_own
-from kvjax.methods.strings import method_of, name_of, parts_of
+from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 
@@ -70,7 +70,7 @@ def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
 
 def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:
     """The method that the file names, or the given one, which must be that one."""
-    known = parts_of(name) != ()
+    known = split_methods(name) != ()
     if given is None:
         if not known:
             raise KvjaxError(
@@ -122,7 +122,7 @@ def _trees(
     layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """The structures that the first of these arrays may have, of so many rows if that is known."""
-    if isinstance(layer, Shared):
+    if isinstance(layer, SharedPrefixLayer):
         yield from _shared_trees(layer, model, rows, capacity, arrays)
         return
     counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
@@ -131,7 +131,7 @@ def _trees(
     if (
         isinstance(layer, BudgetedLayer) and layer.needs.global_budget
     ):  # what it keeps of the prompts has as many slots as one of the arrays
-        layers += [layer.with_room_for(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
+        layers += [layer.with_kept_slots(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
             made, tree = abstract_state(here, model.config, prompt, slots, count, model.dtype)
@@ -141,7 +141,7 @@ def _trees(
 
 
 def _shared_trees(
-    layer: Shared, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+    layer: SharedPrefixLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """Those of prefixes and of what rows have behind them."""
     prefix, own = layer.parts
@@ -152,12 +152,12 @@ def _shared_trees(
             held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
             leaf: Any = 0
             for members in (None, leaf):
-                yield jax.tree.structure(SharedState(*held, before=leaf, members=members))
+                yield jax.tree.structure(SharedPrefixState(*held, before=leaf, members=members))
 
 
 def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
     """(tokens of a prompt, slots) that may have led to a state, the likelier ones first."""
-    usual = [slots_of(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
+    usual = [num_layer_slots(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
     seen = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, config.kv_heads)]
     every = list(dict.fromkeys(n for n in (*seen, *usual) if 0 < n <= capacity))
     yield from ((slots, slots) for slots in every)  # what most methods hold depends on the slots alone

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache.protocol import BoundLayer, Cache, RewindableLayer
-from kvjax.cache.state import KEEP, as_one, as_rows, missing
+from kvjax.cache.state import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
@@ -26,7 +26,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     Exact: what comes next is as if the last tokens had never come. Raises IncompatibleMethod where these cannot be
     taken back, because the method has chosen among the tokens, or holds them in groups that more tokens have filled.
     """
-    cache.check_whole()
+    cache.check_usable()
     wanted, held = per_row(lengths, cache, "lengths"), held_tokens(cache)
     for row, (length, most) in enumerate(zip(wanted, held, strict=True)):
         if not 0 <= length <= most:
@@ -34,13 +34,13 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     count = held - wanted
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         undoable = np.asarray(layer.max_rollback(state))
         for row in np.flatnonzero(count > undoable)[:1]:
             raise IncompatibleMethod(
                 f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {undoable[row]} at most: "
                 f"those before lie in groups that are coded for good, or in a shared prefix; crop to "
-                f"{held[row] - undoable[row]} tokens or more; {KEEP}"
+                f"{held[row] - undoable[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     fewer = jnp.asarray(count, jnp.int32)
     layers = cropped(cache.layers, fewer, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
@@ -55,7 +55,7 @@ def cropped(
 
     def one(layer: BoundLayer, state: Any) -> Any:
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
     return tuple(map(one, plan, layers))
@@ -63,7 +63,7 @@ def cropped(
 
 def rows(cache: Cache, which: Sequence[int]) -> Cache:
     """The rows of these numbers, in this order, each as often as it is named: any method, bit by bit."""
-    cache.check_whole()
+    cache.check_usable()
     chosen = np.asarray(which)
     B = cache.length.shape[0]
     if chosen.ndim != 1 or not chosen.size or not np.issubdtype(chosen.dtype, np.integer):
@@ -74,8 +74,8 @@ def rows(cache: Cache, which: Sequence[int]) -> Cache:
     if mesh is not None:
         check_divides("B", len(chosen), mesh, "take a number of rows that does")
     at = jnp.asarray(chosen, jnp.int32)
-    layers = tuple(as_rows(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
-    return dataclasses.replace(cache, layers=layers, length=as_rows(None, cache.length, at))
+    layers = tuple(take_sequences(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
+    return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
 
 
 def branch(cache: Cache, times: int) -> Cache:
@@ -97,7 +97,7 @@ def join(caches: Sequence[Cache]) -> Cache:
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")
     for cache in caches:
-        cache.check_whole()
+        cache.check_usable()
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.weights and first.weights and cache.weights != first.weights:
@@ -112,13 +112,13 @@ def join(caches: Sequence[Cache]) -> Cache:
     layers = []
     for i, layer in enumerate(first.plan):
         try:
-            layers.append(as_one(layer, [cache.layers[i] for cache in caches]))
+            layers.append(concat_sequences(layer, [cache.layers[i] for cache in caches]))
         except ValueError as e:
             raise KvjaxError(
                 f"layer {i} of these caches is held in unlike shapes ({e}); read documents of like length with one "
                 "capacity and width"
             ) from e
-    return dataclasses.replace(first, layers=tuple(layers), length=as_one(None, [c.length for c in caches]))
+    return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
 
 
 def per_row(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:

@@ -12,12 +12,12 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
 from kvjax.generation.reuse.chunk_layout import Span, again, lay
-from kvjax.generation.reuse.full_kv import Exact
+from kvjax.generation.reuse.full_kv import FullKV
 
 
 def blend(
-    chunks: Exact, order: Sequence[Sequence[int]], questions: Prompts, *, ratio: float = 0.16, layer: int = 1
-) -> Exact:
+    chunks: FullKV, order: Sequence[Sequence[int]], questions: Prompts, *, ratio: float = 0.16, layer: int = 1
+) -> FullKV:
     """Texts made of chunks that were read alone, and a question behind each, nearly as if each had been read whole.
 
     chunks: `kvjax.reuse.read_exactly(model, texts)`, one chunk a row. order: for each text the chunks that it is made

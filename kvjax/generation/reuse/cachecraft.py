@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
 from kvjax.generation.reuse.chunk_layout import Span, again, lay
-from kvjax.generation.reuse.full_kv import Exact
+from kvjax.generation.reuse.full_kv import FullKV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Chunk:
 class Chunks:
     """What prompts left of their chunks."""
 
-    read: Exact
+    read: FullKV
     chunks: tuple[Chunk, ...]  # in the order of prompts, and within a prompt
 
-    def reuse(self, order: Sequence[Sequence[int]], questions: Prompts, *, alpha: float = 1.0) -> Exact:
+    def reuse(self, order: Sequence[Sequence[int]], questions: Prompts, *, alpha: float = 1.0) -> FullKV:
         """Texts of the chunks of these numbers, with a question behind each, nearly as if each had been read whole.
 
         Of each chunk the ceil(tokens * alpha * impact * (1 - overlap)) tokens are run again, in all layers, that look
@@ -92,7 +92,7 @@ def overlap(chunk: Chunk, now: Sequence[tuple[int, ...]]) -> float:
     return found * (1 - swapped)
 
 
-def cut(read: Exact, lengths: Sequence[Sequence[int]]) -> Chunks:
+def cut(read: FullKV, lengths: Sequence[Sequence[int]]) -> Chunks:
     """The chunks of prompts that were read exactly: for each prompt the lengths of its chunks, from its start on.
 
     What is behind the last chunk, such as the question, is no chunk.
@@ -115,7 +115,7 @@ def cut(read: Exact, lengths: Sequence[Sequence[int]]) -> Chunks:
     return Chunks(read, tuple(chunks))
 
 
-def _chunk(read: Exact, spans: Sequence[Span], i: int, paid: np.ndarray) -> Chunk:
+def _chunk(read: FullKV, spans: Sequence[Span], i: int, paid: np.ndarray) -> Chunk:
     """Chunk i of a prompt, of which paid f64[T C] is the attention that tokens pay to chunks."""
     assert read.ids is not None
     sizes = np.array([span.stop - span.start for span in spans])
@@ -128,7 +128,7 @@ def _chunk(read: Exact, spans: Sequence[Span], i: int, paid: np.ndarray) -> Chun
     return Chunk(spans[i], tokens[-1], tuple(tokens[:-1]), tuple(inter.tolist()), impact, mine[:, :i].sum(1))
 
 
-def _paid(read: Exact, lengths: Sequence[Sequence[int]]) -> np.ndarray:
+def _paid(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.ndarray:
     """f64[B T C]: the attention that each token pays to each chunk of its prompt, mean of heads and layers."""
     total = read.prompts[0].k.shape[2]
     which = np.full((len(lengths), total), -1)
@@ -153,4 +153,4 @@ def _to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 
-    return by_query_blocks(attend, q, pos, 64).mean((1, 2))
+    return map_query_blocks(attend, q, pos, 64).mean((1, 2))

@@ -28,7 +28,7 @@ from kvjax.generation.cache_ops import archive
 from kvjax.generation.context import Context
 from kvjax.generation.inputs import place, round_up
 from kvjax.generation.reuse import rans
-from kvjax.generation.reuse.full_kv import Exact, held_in_full, of_arrays
+from kvjax.generation.reuse.full_kv import FullKV, full_kv_from_arrays, full_kv_from_context
 from kvjax.models.model import Model
 
 FORMAT = archive.Format("kvjax-cachegen", 2, {"levels": list, "group": int})
@@ -39,7 +39,7 @@ MANY_KEYS, MANY_VALUES = 10 / 32, 2 / 32  # the share of the layers that have ma
 Levels = int | Sequence[tuple[int, int]]
 
 
-def write(path: str | Path, context: Exact | Context, *, levels: Levels | None = None, group: int = 0) -> Path:
+def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None = None, group: int = 0) -> Path:
     """Writes keys and values in few levels, whole or not at all, for `read` to make exact prompts of; returns the path.
 
     context: from `kvjax.reuse.read_exactly`, or read under `full`. levels: of all layers, or (of keys, of values) of
@@ -47,7 +47,7 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
     it, 10 in the paper; 0 for no anchors. Raises KvjaxError for other levels and groups, for another method than
     `full`, and for keys and values that are not finite.
     """
-    exact = context if isinstance(context, Exact) else held_in_full(context)
+    exact = context if isinstance(context, FullKV) else full_kv_from_context(context)
     if group < 0:
         raise KvjaxError(f"group={group}; give the tokens of a group, or 0 for no anchors")
     lengths, of_sides = np.asarray(exact.lengths), _per_side(levels, exact.model.config.layers)
@@ -72,7 +72,7 @@ def write(path: str | Path, context: Exact | Context, *, levels: Levels | None =
     return archive.write(path, FORMAT, exact.model, header, arrays, deflate=True)
 
 
-def read(model: Model, path: str | Path) -> Exact:
+def read(model: Model, path: str | Path) -> FullKV:
     """The prompts of a file, with the keys and values that were written, to put under any method that needs no queries.
 
     Raises KvjaxError for a damaged file, one of another version and one of another model.
@@ -89,7 +89,7 @@ def read(model: Model, path: str | Path) -> Exact:
     rows = map(_restored_side, anchors, others, header["levels"], [tokens] * sides)
     arrays = [_padded(model, x, tokens) for x in rows]
     lengths = place(model, found["length"], "B")
-    exact = of_arrays(model, list(zip(arrays[::2], arrays[1::2], strict=True)), lengths)
+    exact = full_kv_from_arrays(model, list(zip(arrays[::2], arrays[1::2], strict=True)), lengths)
     return dataclasses.replace(exact, last=place(model, found["last"], "B"))
 
 
@@ -137,7 +137,7 @@ def _per_side(levels: Levels | None, layers: int) -> list[int]:
     return found
 
 
-def _sides(exact: Exact) -> Iterator[Array]:
+def _sides(exact: FullKV) -> Iterator[Array]:
     """Keys and values [B K S H] of each layer in turn."""
     for prompt in exact.prompts:
         yield prompt.k

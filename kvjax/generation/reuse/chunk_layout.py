@@ -16,8 +16,8 @@ from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.errors import KvjaxError
 from kvjax.generation.compiled import compiled_for
 from kvjax.generation.inputs import Prompts, pad, token_ids
-from kvjax.generation.reuse.full_kv import Exact
-from kvjax.generation.reuse.partial_recompute import Choice, Source, prefill_partly
+from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.generation.reuse.partial_recompute import Choice, Source, partial_prefill
 from kvjax.generation.timing import Timer
 
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class ChunkLayout:
     """The tokens of each text, and where their keys and values are known from."""
 
     ids: list[list[int]]
@@ -42,7 +42,7 @@ class Laid:
         return np.array([sum(slot >= 0 for _, slot in row) for row in self.source])
 
 
-def lay(read: Exact, spans: Sequence[Span], order: Sequence[Sequence[int]], questions: Prompts) -> Laid:
+def lay(read: FullKV, spans: Sequence[Span], order: Sequence[Sequence[int]], questions: Prompts) -> ChunkLayout:
     """Texts of the chunks of these numbers, in this order, and a question behind each."""
     asked = token_ids(read.model, questions)
     if read.ids is None:
@@ -57,10 +57,12 @@ def lay(read: Exact, spans: Sequence[Span], order: Sequence[Sequence[int]], ques
         places = [(spans[c].row, slot) for c in row for slot in range(spans[c].start, spans[c].stop)]
         ids.append([read.ids[r][s] for r, s in places] + list(question))
         source.append(places + [(0, -1)] * len(question))
-    return Laid(ids, source)
+    return ChunkLayout(ids, source)
 
 
-def again(read: Exact, laid: Laid, count: np.ndarray, worth: np.ndarray | None, layer: int) -> tuple[Exact, Array]:
+def again(
+    read: FullKV, laid: ChunkLayout, count: np.ndarray, worth: np.ndarray | None, layer: int
+) -> tuple[FullKV, Array]:
     """Runs what is new, and count i64[B] known tokens of highest worth f64[B T], or of the greatest deviation.
 
     Returns (the texts' keys and values, which tokens were run i32[B n], -1 unused).
@@ -77,5 +79,5 @@ def again(read: Exact, laid: Laid, count: np.ndarray, worth: np.ndarray | None, 
     compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(tokens))
     arguments = model.params, jnp.asarray(tokens), lengths, known, source, choice, Target(model.config)
     with Timer().timed():
-        last, prompts, at = jax.block_until_ready(prefill_partly(*arguments, layer, most, compiled))
-    return Exact(model, prompts, lengths, last), at
+        last, prompts, at = jax.block_until_ready(partial_prefill(*arguments, layer, most, compiled))
+    return FullKV(model, prompts, lengths, last), at

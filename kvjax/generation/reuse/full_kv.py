@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import Cache, KVMethod, Needs, slots_of
+from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
-from kvjax.engine.prefill import compress_prompts, run_exactly
+from kvjax.engine.prefill import compress_prompts, prefill_exactly
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compiled import compiled_for
@@ -29,7 +29,7 @@ from kvjax.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Exact:
+class FullKV:
     """What full attention has of a batch of prompts: keys and values of every layer, and the queries.
 
     Many methods compared on the same prompts need them run only once: `under` makes what `kvjax.read` makes.
@@ -55,7 +55,7 @@ class Exact:
         ):
             return self._read_again(method, capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
-        num_slots = tuple(slots_of(layer, lengths, capacity) for layer in plan)
+        num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         checks.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
         prompts = [self._wanted(i, plan) for i in range(len(plan))]
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
@@ -87,38 +87,38 @@ class AllQueries:
     needs: Needs = Needs(observed_queries=None)
 
 
-def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> Exact:
+def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> FullKV:
     """Runs documents, texts or lists of ids, in full attention, once; width: what rows are padded to."""
     ids, plan = token_ids(model, documents), (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
     lengths = place(model, lengths, "B")
-    last, prompts = run_exact_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
-    return Exact(model, tuple(prompts), lengths, last, ids)
+    last, prompts = run_exact_passes(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
+    return FullKV(model, tuple(prompts), lengths, last, ids)
 
 
-def run_exact_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
+def run_exact_passes(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
     """Runs prompts i32[B T] of lengths i32[B]: logits of each last token f32[B V], and what each layer observes."""
     compiled = compiled_for(model, tokens.size, in_place=True, logits_of=len(tokens))
     target, texts = Target(model.config, model.mesh), replay_prompts(model, plan)
     with Timer().timed():
-        hidden, prompts = run_exactly(
+        hidden, prompts = prefill_exactly(
             model.params, tokens, lengths, plan, target, replay_prompts=texts, compiled=compiled
         )
         logits = compiled.unembed(outer_params(model.params), hidden, target=target)
         return jax.block_until_ready((logits, prompts))
 
 
-def held_in_full(context: Context) -> Exact:
+def full_kv_from_context(context: Context) -> FullKV:
     """What a context that was read under `full` holds; of the queries nothing is left."""
     if context.cache.plan != bind("full", context.model.config):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]
-    return dataclasses.replace(of_arrays(context.model, pairs, context.cache.length), last=context.last)
+    return dataclasses.replace(full_kv_from_arrays(context.model, pairs, context.cache.length), last=context.last)
 
 
-def of_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> Exact:
+def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:
     """Given keys and values [B K S H] of every layer, in rows of lengths i32[B]; without queries and logits."""
     B, c = lengths.shape[0], model.config
     none = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
     prompts = tuple(LayerPrompt(k, v, none) for k, v in pairs)
-    return Exact(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))
+    return FullKV(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))

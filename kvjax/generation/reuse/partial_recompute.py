@@ -86,7 +86,7 @@ class ReadValues(ForwardMode):
         return jnp.zeros_like(inputs.q), inputs.v, cross_layer
 
 
-def prefill_partly(
+def partial_prefill(
     params: Any,
     tokens: Array,
     lengths: Array,
@@ -157,7 +157,7 @@ def _choose_tokens(values: Array, prompt: LayerPrompt, source: Source, choice: C
     if worth is None:
         before = take_known(prompt, source)[1]
         worth = jnp.square(values.astype(jnp.float32) - before.astype(jnp.float32)).sum((1, 3))
-    return choose_by_worth(worth, choice.count, source.slot, pos, most)
+    return choose_by_importance(worth, choice.count, source.slot, pos, most)
 
 
 def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
@@ -167,7 +167,7 @@ def take_known(prompt: LayerPrompt, source: Source) -> tuple[Array, Array]:
     return k, v
 
 
-def choose_by_worth(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
+def choose_by_importance(worth: Array, count: Array, slot: Array, pos: Array, most: int) -> Array:
     """Tokens to run i32[B n], ascending, -1 unused: the new ones, and count i32[B] of the known of highest worth."""
     old = (slot >= 0) & (pos >= 0)
     order = jnp.argsort(jnp.where(old, -worth, jnp.inf), axis=1, stable=True)

@@ -26,7 +26,7 @@ from kvjax.generation.calls import room as capacity_for
 from kvjax.generation.compiled import compiled_for
 from kvjax.generation.context import ROOM, Context
 from kvjax.generation.inputs import Prompts, round_up, token_ids
-from kvjax.generation.reuse.full_kv import AllQueries, Exact
+from kvjax.generation.reuse.full_kv import AllQueries, FullKV
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.utils import arguments
@@ -52,7 +52,7 @@ def read_packed(
     return exact.under(method, capacity_for(ids, capacity, 0))
 
 
-def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> Exact:
+def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> FullKV:
     """`kvjax.reuse.read_exactly`, with short documents packed into rows."""
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
@@ -74,7 +74,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         hidden, prompts = run_layers(model.params, hidden, angles, mode, calls, nothing, target, compiled)
         hidden = _take(hidden, rows, starts + lengths - 1)
         last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
-    return Exact(model, prompts, lengths, last, ids)
+    return FullKV(model, prompts, lengths, last, ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.core.types import Array, pytree
-from kvjax.engine.sampling import Sampler, filtered
+from kvjax.engine.sampling import Sampler, apply_filters
 from kvjax.errors import KvjaxError
 
 
@@ -46,7 +46,7 @@ def moved(how: Shift, z: Array, p: Array, q: Array) -> Array:
     return z - how.strength * jnp.where(likely, p - q, 0.0)
 
 
-def chances(p: Array, q: Array, drafted: Array) -> Array:
+def acceptance_probabilities(p: Array, q: Array, drafted: Array) -> Array:
     """The probability min(1, p/q) with which each token drafted i32[B A] is accepted, f32[B A]; p, q f32[B A V]."""
     p, q = (jnp.take_along_axis(x, drafted[..., None], -1)[..., 0] for x in (p, q))
     return jnp.minimum(p / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
@@ -75,7 +75,7 @@ def judge(
     ahead = drafted.shape[1]
     here = z[:, :ahead]
     near = probabilities(s, moved(how, here, jax.nn.softmax(here, -1), jax.nn.softmax(y, -1)))
-    agreed = jnp.cumprod(uniform < chances(near, q, drafted), 1, dtype=jnp.int32)
+    agreed = jnp.cumprod(uniform < acceptance_probabilities(near, q, drafted), 1, dtype=jnp.int32)
     accepted = agreed.sum(1, dtype=jnp.int32)
 
     def there(x: Array) -> Array:
@@ -89,7 +89,7 @@ def warped(s: Sampler, logits: Array) -> Array:
     """Logits f32[B T V] after the temperature and the filters."""
     if s.temperature is None:
         return logits
-    return filtered(s, logits.reshape(-1, logits.shape[-1]) / s.temperature).reshape(logits.shape)
+    return apply_filters(s, logits.reshape(-1, logits.shape[-1]) / s.temperature).reshape(logits.shape)
 
 
 def probabilities(s: Sampler, logits: Array) -> Array:

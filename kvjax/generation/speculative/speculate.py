@@ -14,13 +14,13 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
-from kvjax.cache.state import missing
+from kvjax.cache.state import missing_ability
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, chosen_sampling
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation import calls, stopping
 from kvjax.generation.cache_ops.sequences import cropped, mesh_of
@@ -99,7 +99,7 @@ def speculate(
     default what is needed.
     Raises IncompatibleMethod where a method cannot give rejected tokens back.
     """
-    params = chosen_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     how = shift(transfer, alpha)
     arguments.integer("ahead", ahead)
     arguments.integer("max_new_tokens", max_new_tokens)
@@ -179,7 +179,7 @@ def _check_goes_back(cache: Cache) -> None:
     """Raises IncompatibleMethod for a method whose tokens, once taken, stay."""
     for layer, state in zip(cache.plan, cache.layers, strict=True):
         if not isinstance(layer, RewindableLayer):
-            raise missing(layer, "give back tokens")
+            raise missing_ability(layer, "give back tokens")
         layer.max_rollback(state)
     back = functools.partial(cropped, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
     jax.eval_shape(back, cache.layers, cache.length)

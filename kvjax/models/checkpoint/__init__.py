@@ -1,9 +1,9 @@
 """Checkpoint directories: one Orbax checkpoint per top-level entry, and a manifest that says what must be there.
 
     DIR/kvjax.json       config, dtype, source; shape and dtype of every parameter; a digest of every part and file, and
-                         of what it says itself
+                         of the manifest itself
     DIR/params/<part>/   one Orbax checkpoint per top-level entry: embedding, layer_0, ..., final_norm, head
-    DIR/tokenizer.json   and other files that the writer was given
+    DIR/tokenizer.json   and other files given to the writer
 
 The manifest is written last and the directory renamed into place after it, so a killed write leaves nothing that loads.
 """

@@ -19,6 +19,6 @@ def tiny(**changes) -> dict:
 
 
 def load(metadata: dict, directory: Path) -> Tokenizer:
-    for name, content in tokenizer_files.files(metadata).items():
+    for name, content in tokenizer_files.make_files(metadata).items():
         (directory / name).write_bytes(content)
     return Tokenizer.from_directory(directory)

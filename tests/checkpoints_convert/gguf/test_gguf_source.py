@@ -14,11 +14,10 @@ from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
-from checkpoints_convert.convert import convert, read
+from checkpoints_convert.convert import convert, open_source, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf import header as gguf_header
-from checkpoints_convert.gguf.gguf_source import GgufSource, weights
-from checkpoints_convert.source import opened
+from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import write
@@ -80,16 +79,16 @@ def test_blocks_stand_for_what_the_package_says(kind, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (stored,) = gguf_header.read(tmp_path / "model.gguf").tensors.values()
+    (stored,) = gguf_header.read_header(tmp_path / "model.gguf").tensors.values()
     assert stored.shape == (3, 2 * per_block) and stored.kind == raw and stored.bytes == blocks.nbytes
     (found,) = gguf.GGUFReader(tmp_path / "model.gguf").tensors
-    np.testing.assert_array_equal(weights(stored), gguf.dequantize(found.data, raw))
+    np.testing.assert_array_equal(read_weights(stored), gguf.dequantize(found.data, raw))
 
 
 def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers(tmp_path):
-    source = opened(write(ROOT / "phi3_partial", tmp_path / "model.gguf", "Q8_0"))
+    source = open_source(write(ROOT / "phi3_partial", tmp_path / "model.gguf", "Q8_0"))
     assert source.tensors["model.layers.0.self_attn.qkv_proj.weight"].stored == "Q8_0"
-    peer = source.peer()
+    peer = source.independent_read()
     for name in source.tensors:
         np.testing.assert_array_equal(source.read(name), peer(name), err_msg=name)
     convert(source.path, tmp_path / "out")
@@ -100,7 +99,7 @@ def in_two(file: Path) -> list[Path]:
     """The file's tensors in two parts, as llama.cpp splits them."""
     found = gguf.GGUFReader(file)
     parts = [file.with_name(f"big-0000{i}-of-00002.gguf") for i in (1, 2)]
-    metadata = gguf_header.read(file).metadata
+    metadata = gguf_header.read_header(file).metadata
     for i, part in enumerate(parts):
         writer = gguf.GGUFWriter(part, metadata["general.architecture"])
         for key, value in metadata.items() if i == 0 else []:
@@ -126,9 +125,9 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     assert_same_parameters(read(second)[1], read(whole)[1])
     alone = first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(KvjaxError, match="one of 2 parts, which hold 21 tensors, and 11 are here"):
-        opened(alone)
+        open_source(alone)
     with pytest.raises(KvjaxError, match="missing parts: big-00001-of-00002.gguf; copy them to"):
-        opened(second)
+        open_source(second)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,8 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
 )
 def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, monkeypatch):
     changes = {key.replace("__", "."): value for key, value in metadata.items()}
-    read_header = gguf_header.read
-    monkeypatch.setattr(gguf_header, "read", lambda file: _changed(read_header(file), changes))
+    read_header = gguf_header.read_header
+    monkeypatch.setattr(gguf_header, "read_header", lambda file: _changed(read_header(file), changes))
     with pytest.raises(KvjaxError, match=says):
         convert(write(ROOT / "llama2", tmp_path / "model.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -164,7 +163,7 @@ def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
         "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32)
     )
     with pytest.raises(KvjaxError, match="4 factors that are not those of the Llama 3 RoPE scaling"):
-        opened(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
+        open_source(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 23, 24, 100, 500, 1200, -1])
@@ -195,7 +194,7 @@ def test_lengths_that_a_hostile_file_claims_are_not_believed(tmp_path):
     for what, data in hostile.items():
         (tmp_path / f"{what}.gguf").write_bytes(data + bytes(16))
         with pytest.raises(KvjaxError, match=f"{what}.gguf"):
-            gguf_header.read(tmp_path / f"{what}.gguf")
+            gguf_header.read_header(tmp_path / f"{what}.gguf")
 
 
 def test_a_random_byte_changed_gives_a_named_error_or_a_model(tmp_path):
@@ -212,6 +211,6 @@ def test_a_directory_with_a_gguf_file_says_to_give_the_file(tmp_path):
     write(ROOT / "llama2", tmp_path / "model.gguf")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KvjaxError, match="give the GGUF file itself"):
-        opened(tmp_path)
+        open_source(tmp_path)
     with pytest.raises(KvjaxError, match="there is no file"):
-        opened(tmp_path / "absent.gguf")
+        open_source(tmp_path / "absent.gguf")

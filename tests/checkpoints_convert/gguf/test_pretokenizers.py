@@ -126,7 +126,7 @@ def test_every_name_loads_and_text_survives(tmp_path):
 def test_without_a_name_the_pre_tokeniser_is_the_default():
     metadata = byte_level()
     del metadata["tokenizer.ggml.pre"]
-    assert tokenizer_files.files(metadata) == tokenizer_files.files(byte_level(pre="default"))
+    assert tokenizer_files.make_files(metadata) == tokenizer_files.files(byte_level(pre="default"))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_tokens_of_any_spelling_stand_around_a_text(tmp_path):
 
 def test_config_and_chat_template():
     about = {"general.architecture": "llama", "llama.context_length": 64, "tokenizer.chat_template": "{{ 'é' }}"}
-    files = tokenizer_files.files(tiny(bos_token_id=0, eos_token_id=1, padding_token_id=1, unknown_token_id=0) | about)
+    files = tokenizer_files.make_files(
+        tiny(bos_token_id=0, eos_token_id=1, padding_token_id=1, unknown_token_id=0) | about
+    )
     assert json.loads(files["tokenizer_config.json"]) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 64,
@@ -109,7 +111,7 @@ def test_config_and_chat_template():
 
 
 def test_what_the_metadata_do_not_say_is_not_in_the_config():
-    files = tokenizer_files.files(tiny())
+    files = tokenizer_files.make_files(tiny())
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
     config = json.loads(files["tokenizer_config.json"])
     assert not {"model_max_length", "bos_token", "eos_token", "chat_template"} & set(config)
@@ -117,14 +119,14 @@ def test_what_the_metadata_do_not_say_is_not_in_the_config():
 
 def test_sentencepiece_has_default_ids():
     metadata = {k: v for k, v in spm().items() if not k.endswith("_id")}
-    config = json.loads(tokenizer_files.files(metadata)["tokenizer_config.json"])
+    config = json.loads(tokenizer_files.make_files(metadata)["tokenizer_config.json"])
     assert [config[f"{role}_token"] for role in ("unk", "bos", "eos")] == ["<unk>", "<s>", "</s>"]
 
 
 def test_types_may_be_missing():
     metadata = tiny(bos_token_id=0)
     del metadata["tokenizer.ggml.token_type"]
-    added = json.loads(tokenizer_files.files(metadata)["tokenizer.json"])["added_tokens"]
+    added = json.loads(tokenizer_files.make_files(metadata)["tokenizer.json"])["added_tokens"]
     assert [token["content"] for token in added] == ["<s>"]
 
 
@@ -135,7 +137,7 @@ def test_a_token_without_text_has_a_name_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("model", [None, "none", "no_vocab"])
 def test_no_tokenizer(model):
-    assert tokenizer_files.files({} if model is None else keys(model=model)) == {}
+    assert tokenizer_files.make_files({} if model is None else keys(model=model)) == {}
 
 
 @pytest.mark.parametrize(
@@ -169,4 +171,4 @@ def test_no_tokenizer(model):
 )
 def test_what_cannot_be_obeyed_is_refused(metadata, message):
     with pytest.raises(KvjaxError, match=message):
-        tokenizer_files.files(metadata)
+        tokenizer_files.make_files(metadata)

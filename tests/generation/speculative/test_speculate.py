@@ -15,7 +15,7 @@ from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.engine.sampling import SamplingParams
 from kvjax.generation.compiled import jit_with
 from kvjax.generation.speculative import acceptance
-from kvjax.generation.speculative.acceptance import chances, moved, shift
+from kvjax.generation.speculative.acceptance import acceptance_probabilities, moved, shift
 from kvjax.generation.speculative.speculation_loop import all_rounds
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
@@ -99,7 +99,7 @@ def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray,
     drafted = jnp.arange(V, dtype=jnp.int32)[:, None]
     near = moved(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
     p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (near, y))
-    chance = chances(p, q, drafted)
+    chance = acceptance_probabilities(p, q, drafted)
     verified = jnp.broadcast_to(jnp.float32(np.stack([z, z])), (V, 2, V))
     offered = jnp.broadcast_to(jnp.float32(y), (V, 1, V))
     below, bonus = judge(s, how, verified, offered, drafted, chance - 1e-6)

@@ -1,4 +1,4 @@
-"""The level at which heads compete for a budget, as methods have it as a parameter: the model, a layer, or no level."""
+"""The parameter `level` of recipes: whether the heads of the model, of a layer, or none compete for a budget."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel, ModelRanking
 from kvjax.cache.side_store.paged_heads import Pages
 from kvjax.errors import KvjaxError
 
-LEVELS = "model", "layer", "head"
 
-
-def level_slots(level: str, page: int) -> dict[str, Any]:
-    """The slots of a `Method` beside its selection that divide a budget at a level.
+def level_components(level: str, page: int) -> dict[str, Any]:
+    """Returns the components of a `Method` that let heads compete for a selection's budget.
 
     Args:
       level: "model", one ranking of the tokens of all heads of all layers; "layer", one of all heads of each layer;
         or "head", where each head keeps equally many.
-      page: slots of the pages in which heads of unequal length are held.
+      page: slots of the pages that hold heads of unequal length.
 
     Returns:
       The values of `side_store` and `layer_budgets`; none for "head".
@@ -25,10 +23,10 @@ def level_slots(level: str, page: int) -> dict[str, Any]:
     Raises:
       KvjaxError: for another level.
     """
-    if level not in LEVELS:
-        raise KvjaxError(f"level must be {', '.join(map(repr, LEVELS[:-1]))} or {LEVELS[-1]!r}, got {level!r}")
     if level == "head":
         return {}
     if level == "layer":
         return {"side_store": Pages(BestOfLayer(), page)}
-    return {"side_store": Pages(BestOfModel(), page), "layer_budgets": ModelRanking()}
+    if level == "model":
+        return {"side_store": Pages(BestOfModel(), page), "layer_budgets": ModelRanking()}
+    raise KvjaxError(f"level must be 'model', 'layer' or 'head', got {level!r}")
