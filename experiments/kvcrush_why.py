@@ -34,7 +34,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_querie
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
-from kvjax.methods.kvcrush import KVCrush
+from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
 WINDOW = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget beside the window, for representatives
