@@ -1,4 +1,4 @@
-"""DuoAttention: retrieval heads hold everything, streaming heads the first and the last tokens."""
+"""DuoAttention: retrieval heads keep all tokens, streaming heads the first and the last ones."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ from kvjax.methods.trial import Trial, paged
 
 @dataclasses.dataclass(frozen=True)
 class StreamingBudgets(HeadTableBudgets):
-    """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
+    """Keeps `streaming` tokens in heads whose weight is below the quantile `sparsity` of all heads, all in the others.
 
-    As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
-    streams; there, chance decides.
+    As in the authors' code, no head streams at 0 and every head at 1. Ties go to the earlier head; there, they are
+    decided at random.
+
+    Args:
+      given: a file of `HeadWeights`.
+      sparsity: fraction of the model's heads that stream.
+      streaming: tokens of a streaming head.
     """
 
     given: TableFile

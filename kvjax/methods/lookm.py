@@ -1,4 +1,4 @@
-"""LOOK-M: image tokens leave before text, and what leaves is merged into the nearest token that stays."""
+"""LOOK-M: evicts image tokens before text, and merges evicted tokens into the nearest kept ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ RULES = ("pivot", "average", "weighted", "normalised")
 
 @dataclasses.dataclass(frozen=True)
 class TextPrior(Scorer):
-    """H2O's attention summed over the prompt, with image tokens below all text (Wan et al. 2024, arXiv 2406.18139)."""
+    """Scores by attention summed over the prompt, with image tokens below all text (Wan et al. 2024, 2406.18139).
 
-    images: tuple[tuple[int, int], ...] = ()  # first and last positions
+    Args:
+      images: first and last positions of each image.
+    """
+
+    images: tuple[tuple[int, int], ...] = ()
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
@@ -43,11 +47,12 @@ class TextPrior(Scorer):
 
 @dataclasses.dataclass(frozen=True)
 class NearestMerge:
-    """Keys and values of lost tokens go into the kept token with the nearest key; of a kept x and N arriving x_e:
+    """Merges keys and values of evicted tokens into the kept token with the nearest key.
 
-    "average": (x + sum of x_e) / (1 + N). "pivot": each x_e is first averaged with x. "weighted": each x_e is first
-    multiplied by its cosine u_e, so that keys and values shrink. "normalised": weights w_e = (u_e + 1) / 2, over
-    1 + sum of w_e (what KVCache-Factory calls weighted).
+    Args:
+      rule: for a kept x and N evicted x_e: "average", (x + sum of x_e) / (1 + N); "pivot", each x_e is first averaged
+        with x; "weighted", each x_e is first multiplied by its cosine u_e, so that keys and values shrink;
+        "normalised", weights w_e = (u_e + 1) / 2, over 1 + sum of w_e (KVCache-Factory's weighted).
     """
 
     rule: str = "pivot"
@@ -70,7 +75,7 @@ class NearestMerge:
         return dataclasses.replace(kept, k=k, v=v)
 
     def _weights(self, lost: EvictedTokens) -> Array:
-        """f32[B K T]: what each lost token is multiplied by."""
+        """Returns the factor of each evicted token, f32[B K T]."""
         if self.rule == "weighted":
             return lost.cosine
         if self.rule == "normalised":
@@ -78,9 +83,9 @@ class NearestMerge:
         return jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
 
 
-def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of positions from "5-580/600-1175"; raises KvjaxError for anything else."""
-    found = []
+def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Parses ranges of positions as "5-580/600-1175"; raises KvjaxError for anything else."""
+    ranges = []
     for part in filter(None, text.split("/")):
         first, dash, last = part.partition("-")
         if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
@@ -88,8 +93,8 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
                 f"images of LOOK-M must be ranges of positions, first to last, got {part!r}; write '5-580' for one, "
                 "'5-580/600-1175' for two, or leave it empty"
             )
-        found.append((int(first), int(last)))
-    return tuple(found)
+        ranges.append((int(first), int(last)))
+    return tuple(ranges)
 
 
 @recipe(
@@ -114,6 +119,6 @@ def lookm(
     matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
     """
     return Method(
-        select=make_selection(TextPrior(_ranges(images)), budget, sinks, recent),
+        select=make_selection(TextPrior(_parse_ranges(images)), budget, sinks, recent),
         merge=NearestMerge(rule),
     )

@@ -1,4 +1,4 @@
-"""Merging on eviction: the value of a lost token goes into that of the kept one with the nearest key."""
+"""Merging on eviction: adds the value of an evicted token to that of the kept one with the nearest key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from kvjax.methods.trial import Trial, selected
 
 @dataclasses.dataclass(frozen=True)
 class ValueMerge:
-    """Values of lost tokens go into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
+    """Merges values of evicted tokens into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
 
-    threshold: the least cosine u of the keys. fraction: of each head's lost tokens, ranked by u, those that may merge.
+    Args:
+      threshold: least cosine of the keys.
+      fraction: fraction of each head's evicted tokens, ranked by cosine, that may merge.
     """
 
     threshold: float = 0.0

@@ -18,7 +18,7 @@ from kvjax.methods.trial import Trial, selected
 
 @dataclasses.dataclass(frozen=True)
 class Recency(Scorer):
-    """The later a token, the more it matters."""
+    """Scores a token by its position."""
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)

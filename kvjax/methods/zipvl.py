@@ -1,4 +1,4 @@
-"""ZipVL: ZipCache's two tiers, with as many important tokens as it takes to keep most of a layer's attention."""
+"""ZipVL: ZipCache's two tiers, with as many important tokens as keep most of a layer's attention."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ from kvjax.methods.zipcache import ProbeAttention, tiers_bytes
 
 @dataclasses.dataclass(frozen=True)
 class UnimportantTokens(Tiers):
-    """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
+    """Stores in the low tier all tokens but the fewest that receive `tau` of their layer's attention.
 
-    The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
-    by the normalised scores. least, most: of all tokens, the important ones are at least and at most so many.
+    The number of important tokens is that of the layer: attention is averaged over all of its heads. Each head chooses
+    its own by the normalized scores.
+
+    Args:
+      scorer: the scores.
+      tau: fraction of the attention that important tokens receive.
+      k: codec of the low tier's keys.
+      v: codec of the low tier's values.
+      least: fraction of all tokens that are important at least.
+      most: fraction of all tokens that are important at most.
     """
 
     scorer: ProbeAttention
@@ -59,16 +67,16 @@ class UnimportantTokens(Tiers):
         return kept - fraction_of(self.least, kept)
 
     def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
-        """Of equal scores the earlier ones go into the low tier."""
+        # Ties go into the low tier from the left.
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top_k_mask(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
+        return top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, layer.spec))
 
-    def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
-        """i32[B]: how many tokens of each row are important."""
+    def num_important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
+        """Counts the important tokens of each sequence, i32[B]."""
         probe_attention, _ = self.scorer.probe_attention(block, self.scorer.require_observation(observation), spec)
         falling = -jnp.sort(-over_heads.mean(probe_attention.mean(2))[:, 0], -1)
-        before = jnp.cumsum(falling, -1) - falling  # what the tokens before it have together
+        before = jnp.cumsum(falling, -1) - falling  # attention of all more important tokens
         count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))

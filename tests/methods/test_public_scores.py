@@ -206,7 +206,7 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
 
     @jax.jit
     def merged(number):
-        monkeypatch.setattr(sys.modules[ValueSpread.__module__], "_chance", lambda *_: number)
+        monkeypatch.setattr(sys.modules[ValueSpread.__module__], "_draw_uniform", lambda *_: number)
         return ValueSpread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):

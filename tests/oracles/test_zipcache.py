@@ -86,7 +86,7 @@ def test_a_draw_depends_on_the_position_alone():
 
     def positions(probes: ProbeAttention, width: int) -> list[int]:
         pos = np.where(np.arange(width) < 40, np.arange(width), -1)
-        found = probes._probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        found = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
         return [int(p) for p in found if p >= 0]
 
     alone = positions(ProbeAttention(), 40)
