@@ -71,7 +71,7 @@ def counted(received: list[float], tau: float) -> int:
 @functools.cache
 def important(tau: float):
     tier = UnimportantTokens(ProbeAttention(1.0), tau, Channels(2), SeparableTokenwise(2))
-    return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)))
+    return jax.jit(functools.partial(tier.num_important, spec=layer.spec(head_dim=5)))
 
 
 def test_by_hand_of_six_three_and_one_tenth():
