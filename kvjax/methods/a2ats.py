@@ -14,7 +14,7 @@ from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import ReadResult, cut
+from kvjax.cache.readers.base import ReadResult, split_blocks
 from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core import memory
 from kvjax.core.attention import scores
@@ -162,7 +162,7 @@ def nearest_codeword(
 
     if x.shape[2] <= vectors_at_once:
         return find(x)
-    index = lax.map(find, cut(x, 2, vectors_at_once))
+    index = lax.map(find, split_blocks(x, 2, vectors_at_once))
     return jnp.moveaxis(index, 0, 2).reshape(*x.shape[:2], -1)[:, :, : x.shape[2]]
 
 
@@ -190,7 +190,7 @@ class WindowedRopeRetrieval(Retrieve):
         cross_layer: Any = None,
     ) -> ReadResult:
         search_q = self._move_queries(q, q_pos, layer.spec)
-        out = self.found(layer, state, q, q_pos, search_q, state.reader_state)
+        out = self.attend_retrieved(layer, state, q, q_pos, search_q, state.reader_state)
         return ReadResult(out, state.reader_state, cross_layer=cross_layer)
 
     def _move_queries(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:

@@ -11,7 +11,7 @@ from kvjax.cache.eviction.budget_allocation import HeadBudgets
 from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -108,9 +108,9 @@ def adakv(
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
     share = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(side_store=Pages(share, page))
+        return Method(side_store=PagedHeads(share, page))
     if rule != "adakv":
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
-    return Method(side_store=Pages(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))
+    return Method(side_store=PagedHeads(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))

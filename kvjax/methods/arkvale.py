@@ -39,8 +39,8 @@ class TightBoxes(Boxes):
 
     size: int = 32
 
-    def summarise(self, keys: Array, real: Array) -> Box:
-        box, real = super().summarise(keys, real), real[..., None]
+    def summarize(self, keys: Array, real: Array) -> Box:
+        box, real = super().summarize(keys, real), real[..., None]
         middle = (box.low.astype(jnp.float32) + box.high.astype(jnp.float32)) / 2
         distance = jnp.where(real, jnp.abs(middle[:, :, :, None] - keys.astype(jnp.float32)), 0.0)
         count = jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -64,7 +64,7 @@ class TightBoxes(Boxes):
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
         box = memory.map_buffers(
-            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarise(keys, real)
+            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarize(keys, real)
         )
         tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
         next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]

@@ -20,7 +20,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.base import map_query_blocks
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
@@ -249,4 +249,4 @@ def attention_gate(
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
     select = make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
-    return Method(select=select, side_store=Pages(ThresholdBudgets(above), page))
+    return Method(select=select, side_store=PagedHeads(ThresholdBudgets(above), page))

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import CodecWrapper
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
 from kvjax.core.types import Array, pytree
@@ -99,5 +99,5 @@ def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     sort: whether keys are sorted. Attention in the prompt is exact. Takes H bits / 8 + H / block bytes per token, head,
     and each of key and value, and 4 H for the order of a head of size H.
     """
-    rows = Rows(BlockFloat(bits, block))
+    rows = PerTokenCodec(BlockFloat(bits, block))
     return Method(k=SortedChannels(rows) if sort else rows, v=rows)

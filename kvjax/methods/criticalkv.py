@@ -12,7 +12,7 @@ from kvjax.cache.eviction.representatives import check_share
 from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.methods.registry import recipe
@@ -62,7 +62,7 @@ def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
         return jnp.abs(changes).sum(-1).mean(2)
 
     size = min(at_once, v.shape[2])
-    norms = jnp.moveaxis(lax.map(of_some, cut(v, 2, size)), 0, 2)
+    norms = jnp.moveaxis(lax.map(of_some, split_blocks(v, 2, size)), 0, 2)
     return norms.reshape(*v.shape[:2], -1)[:, :, : v.shape[2]]
 
 

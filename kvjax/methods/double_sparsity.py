@@ -14,7 +14,8 @@ from jax import lax
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -87,7 +88,7 @@ class LabelChannels(Index):
     @property
     def codec(self) -> Codec:
         """The codec of labels."""
-        return Plain() if self.bits == 16 else Rows(MinMax(self.bits))
+        return Plain() if self.bits == 16 else PerTokenCodec(MinMax(self.bits))
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Labels:
         observation = require_observation(observation, "Double Sparsity", "all queries")

@@ -19,7 +19,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.methods.registry import recipe
 from kvjax.methods.sinks_and_recent import Recency
 from kvjax.methods.trial import Trial, paged
@@ -74,4 +74,4 @@ def duo_attention(
     makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
     """
     rule = StreamingBudgets(HeadWeights.table_file(table), sparsity, sinks + recent)
-    return Method(select=Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=Pages(rule, page))
+    return Method(select=Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))

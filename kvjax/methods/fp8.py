@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
@@ -30,5 +30,5 @@ def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
     exceeds the format takes its largest number (vLLM's plain `fp8` with its default scale of 1). Attention in the
     prompt is exact. Takes H + 4 bytes, or H, per token, head, and each of key and value, for a head size of H.
     """
-    rows = Rows(Fp8(kind, scaled))
+    rows = PerTokenCodec(Fp8(kind, scaled))
     return Method(k=rows, v=rows)

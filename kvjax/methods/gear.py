@@ -11,10 +11,10 @@ from jax import lax
 
 from kvjax.cache.calibration.bases import sum_outer_products
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks
-from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.chunk_quant import Channelwise
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkState
+from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers, Outliers
+from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.method import Method
 from kvjax.core import memory
 from kvjax.core.mesh import vary
@@ -30,7 +30,7 @@ JACOBI_SWEEPS = 10  # over all pairs of rows; float32 needs six to nine of them 
 class GearState:
     """The codes of all slots, and the three things that are added to them."""
 
-    codes: Chunks
+    codes: ChunkState
     outliers: Any
     coordinates: memory.Buffer  # [B K S r] of each token's error, r the greater of both ranks
     prompt_basis: Array  # [B K H rank], the directions of the prompt's coordinates
@@ -72,39 +72,39 @@ class LowRankResidual(Codec):
         B, K, S, H = x.shape
         real = jnp.broadcast_to(pos >= 0, (B, K, S))
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
-        is_outlier, without_outliers = self.outliers.found(x, real)
+        is_outlier, without_outliers = self.outliers.find(x, real)
         codes = self.backbone.encode(without_outliers, pos)
         error = _masked_error(x, self.backbone.decode(codes), real[..., None] & ~is_outlier)
         coordinates, basis = self._factorize(error, self.rank, x.dtype)
         chunk_rank = min(self.later, self.backbone.every, H)
         return GearState(
             codes,
-            self.outliers.begin(x, is_outlier, self.backbone.every),
+            self.outliers.init_state(x, is_outlier, self.backbone.every),
             memory.pack(coordinates),
             basis,
-            jnp.zeros((B, K, self.backbone.chunks(S), H * chunk_rank), x.dtype),
+            jnp.zeros((B, K, self.backbone.num_chunks(S), H * chunk_rank), x.dtype),
         )
 
     def append(self, stored: GearState, x: Array, at: Array) -> GearState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
-        is_due = self.backbone.due(stored.codes, at)
-        if self.backbone.chunks(stored.codes.slots):
+        is_due = self.backbone.is_due(stored.codes, at)
+        if self.backbone.num_chunks(stored.codes.slots):
             stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
-        return dataclasses.replace(stored, codes=self.backbone.keep(stored.codes, x, at))
+        return dataclasses.replace(stored, codes=self.backbone.append_recent(stored.codes, x, at))
 
     def _quantize_chunk(self, stored: GearState, is_due: Array) -> GearState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
-        x, at = self.backbone.full(stored.codes), stored.codes.num_quantized[:, None]
-        is_outlier, without_outliers = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        codes = self.backbone.coded(without_outliers)
+        x, at = self.backbone.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
+        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        codes = self.backbone.encode_chunk(without_outliers)
         error = _masked_error(x, self.backbone.restore(*codes), ~is_outlier)
         coordinates, basis = self._factorize(error, self.later, x.dtype)
-        chunk = self.backbone.chunk_of(stored.codes, at)
+        chunk = self.backbone.chunk_index(stored.codes, at)
         # An index beyond the last chunk is dropped, so sequences that are not due stay as they are.
         place = jnp.where(is_due[:, None], chunk, stored.chunk_bases.shape[2])
         return GearState(
-            self.backbone.settle(stored.codes, codes, is_due),
-            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, stored.codes.slots, is_due),
+            self.backbone.append_chunk(stored.codes, codes, is_due),
+            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
             memory.append(stored.coordinates, coordinates, at, is_due),
             stored.prompt_basis,
             memory.put(stored.chunk_bases, basis.reshape(*x.shape[:2], 1, -1), place),
@@ -121,7 +121,7 @@ class LowRankResidual(Codec):
     def _add_residual(self, stored: GearState, x: Array, slot: Array) -> Array:
         """Adds L and the outliers to the dequantized tokens x [B K n H] of slots i32[B K n]."""
         whole = (x.astype(jnp.float32) + self._low_rank(stored, slot)).astype(x.dtype)
-        whole = self.outliers.restored(stored.outliers, whole, slot, stored.codes.slots)
+        whole = self.outliers.insert(stored.outliers, whole, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
     def _low_rank(self, stored: GearState, slot: Array) -> Array:
@@ -130,7 +130,7 @@ class LowRankResidual(Codec):
         prompt = _combine(coordinates, stored.prompt_basis[:, :, None])
         if not stored.chunk_bases.shape[2]:
             return prompt
-        chunk = self.backbone.chunk_of(stored.codes, slot)
+        chunk = self.backbone.chunk_index(stored.codes, slot)
         bases = memory.take(stored.chunk_bases, jnp.clip(chunk, 0, stored.chunk_bases.shape[2] - 1))
         later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
         return jnp.where((chunk < 0)[..., None], prompt, later)
@@ -262,6 +262,6 @@ def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, ever
     Attention in the prompt is exact.
     """
     return Method(
-        k=LowRankResidual(Channels(bits, every), ByChannel(share), rank, later),
-        v=LowRankResidual(Tokens(bits, every), ByToken(share), rank, later),
+        k=LowRankResidual(Channelwise(bits, every), ChannelOutliers(share), rank, later),
+        v=LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later),
     )

@@ -21,7 +21,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -339,4 +339,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> Method:
     `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
     and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
     """
-    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.table_file(table)), page))
+    return Method(side_store=PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))

@@ -13,7 +13,7 @@ from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, Mean
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Trial, paged
@@ -91,4 +91,4 @@ def headkv(
     """
     rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
     scorer = scorers.WindowAttention(window, kernel, pool)
-    return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=Pages(rule, page))
+    return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=PagedHeads(rule, page))

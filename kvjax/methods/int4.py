@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -37,5 +38,5 @@ def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     ratio: 1 by default, which clips nothing). Attention in the prompt is exact. Takes H / 2 + 4 bytes per token, head,
     and each of key and value, for a head size of H.
     """
-    rows = Rows(MinMax(4, clip), "hadamard" if rotate else "")
+    rows = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
     return Method(k=rows, v=rows)

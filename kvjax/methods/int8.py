@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import Absmax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.cache.method import Method
 from kvjax.methods.registry import recipe
 from kvjax.methods.trial import Bytes, Sizes, Trial
@@ -25,4 +26,4 @@ def int8() -> Method:
 
     Attention in the prompt is exact. Takes H + 4 bytes per token, head, and each of key and value, of head size H.
     """
-    return Method(k=Rows(Absmax()), v=Rows(Absmax()))
+    return Method(k=PerTokenCodec(Absmax()), v=PerTokenCodec(Absmax()))

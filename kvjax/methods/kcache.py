@@ -12,7 +12,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks, shares
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks, normalize_weights
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
@@ -63,7 +63,7 @@ class TopValues(Reader):
             values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
-            return ReadResult(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
+            return ReadResult(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=normalize_weights(p, l))
 
         return map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 

@@ -17,9 +17,9 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks, Coded
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkState, ChunkCodes
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
+from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers, Outliers
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -127,7 +127,7 @@ class NonUniformCodec(ChunkCodec):
         bound._levels()  # a table that does not fit raises here, when the method is bound
         return bound
 
-    def quantize(self, x: Array) -> Coded:
+    def quantize(self, x: Array) -> ChunkCodes:
         over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
         least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
         # Halves first, so that the sum of two large numbers does not overflow.
@@ -138,7 +138,7 @@ class NonUniformCodec(ChunkCodec):
         boundaries = jnp.asarray((nearest[:-1] + nearest[1:]) / 2)
         codes = jnp.searchsorted(boundaries, normalized, side="right", method="compare_all").astype(jnp.uint32)
         ends = jnp.concatenate([half, middle], -1)
-        return Coded(codes, None, ends) if self.axis == "channel" else Coded(codes, ends, None)
+        return ChunkCodes(codes, None, ends) if self.axis == "channel" else ChunkCodes(codes, ends, None)
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         ends = shared if self.axis == "channel" else own
@@ -159,7 +159,7 @@ class NonUniformCodec(ChunkCodec):
 class DenseAndSparseState:
     """The codes of all slots, and the outliers that replace some of the restored numbers."""
 
-    codes: Chunks
+    codes: ChunkState
     outliers: Any
 
 
@@ -188,25 +188,25 @@ class DenseAndSparse(Codec):
     def encode(self, x: Array, pos: Array) -> DenseAndSparseState:
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
-        is_outlier, without_outliers = self.outliers.found(x, real)
-        outliers = self.outliers.begin(x, is_outlier, self.codes.every)
+        is_outlier, without_outliers = self.outliers.find(x, real)
+        outliers = self.outliers.init_state(x, is_outlier, self.codes.every)
         return DenseAndSparseState(self.codes.encode(without_outliers, pos), outliers)
 
     def append(self, stored: DenseAndSparseState, x: Array, at: Array) -> DenseAndSparseState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
-        is_due = self.codes.due(stored.codes, at)
-        if self.codes.chunks(stored.codes.slots):
+        is_due = self.codes.is_due(stored.codes, at)
+        if self.codes.num_chunks(stored.codes.slots):
             stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
-        return dataclasses.replace(stored, codes=self.codes.keep(stored.codes, x, at))
+        return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
 
     def _quantize_chunk(self, stored: DenseAndSparseState, is_due: Array) -> DenseAndSparseState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
-        x, at = self.codes.full(stored.codes), stored.codes.num_quantized[:, None]
-        is_outlier, without_outliers = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        chunk = self.codes.chunk_of(stored.codes, at)
+        x, at = self.codes.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
+        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        chunk = self.codes.chunk_index(stored.codes, at)
         return DenseAndSparseState(
-            self.codes.settle(stored.codes, self.codes.coded(without_outliers), is_due),
-            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, stored.codes.slots, is_due),
+            self.codes.append_chunk(stored.codes, self.codes.encode_chunk(without_outliers), is_due),
+            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
         )
 
     def decode(self, stored: DenseAndSparseState) -> Array:
@@ -219,7 +219,7 @@ class DenseAndSparse(Codec):
 
     def _insert_outliers(self, stored: DenseAndSparseState, x: Array, slot: Array) -> Array:
         """Inserts the outliers into tokens x [B K n H] of slots i32[B K n]; tokens that are no codes have theirs."""
-        whole = self.outliers.restored(stored.outliers, x, slot, stored.codes.slots)
+        whole = self.outliers.insert(stored.outliers, x, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
 
@@ -228,17 +228,17 @@ class QuantileOutliers(Outliers):
 
     mean_of_all = False
 
-    def on_a_side(self, length: IntOrArray) -> IntOrArray:
-        return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
+    def num_per_side(self, length: IntOrArray) -> IntOrArray:
+        return super().num_per_side(length - 1) + 1 if self.share else super().num_per_side(length)
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelQuantileOutliers(QuantileOutliers, ByChannel):
+class ChannelQuantileOutliers(QuantileOutliers, ChannelOutliers):
     """Outliers of each channel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenQuantileOutliers(QuantileOutliers, ByToken):
+class TokenQuantileOutliers(QuantileOutliers, TokenOutliers):
     """Outliers of each token."""
 
 

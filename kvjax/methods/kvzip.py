@@ -13,7 +13,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -98,7 +98,7 @@ class ReplayAttention(Scorer):
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
         query_scale = _inverse_hidden_norms(observation)
-        blocks = cut(observation.q, 3, 64), cut(observation.pos, 1, 64, -1), cut(query_scale, 1, 64)
+        blocks = split_blocks(observation.q, 3, 64), split_blocks(observation.pos, 1, 64, -1), split_blocks(query_scale, 1, 64)
         most, _ = lax.scan(update, vary(jnp.zeros(chunk.k.shape[:3])), blocks)
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)

@@ -13,7 +13,7 @@ from typing import Any
 import kvjax
 
 
-def identity(method: Any) -> str:
+def method_hash(method: Any) -> str:
     """A digest of kvjax's version, a method's values, and the text of the classes that are not kvjax's own.
 
     A table counts by its content. Not seen are functions and variables that a class of one's own uses, and, below
@@ -22,14 +22,14 @@ def identity(method: Any) -> str:
     return hashlib.sha256(f"kvjax {kvjax.__version__}, {_described(method)}".encode()).hexdigest()[:16]
 
 
-def is_ones_own(method: Any) -> bool:
+def has_user_code(method: Any) -> bool:
     """Whether any part of a method is of a class that is not kvjax's."""
     if type(method) is tuple:
-        return any(map(is_ones_own, method))
+        return any(map(has_user_code, method))
     if not dataclasses.is_dataclass(method):
         return False
     parts = (getattr(method, f.name, None) for f in dataclasses.fields(method))
-    return not _is_kvjaxs(type(method)) or any(map(is_ones_own, parts))
+    return not _is_kvjaxs(type(method)) or any(map(has_user_code, parts))
 
 
 def _described(value: Any) -> str:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
 from kvjax.methods.registry import recipe
@@ -55,7 +56,7 @@ class ChannelBalancer(PromptAdaptiveKeys):
     def supports_eviction(self) -> bool:
         return self.inner.supports_eviction
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the weights, f32[B K 1 H]."""
         max_q = _max_magnitude(observation.q, (observation.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
         max_k = _max_magnitude(x, (pos >= 0)[..., None], (2,))[:, :, None]
@@ -63,7 +64,7 @@ class ChannelBalancer(PromptAdaptiveKeys):
         both = (max_q > 0) & (max_k > 0)
         return jnp.where(both, jnp.sqrt(max_q) / jnp.sqrt(jnp.where(both, max_k, 1.0)), 1.0)
 
-    def held(self, x: Array, pos: Array, found: Array) -> BalancedKeys:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> BalancedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return BalancedKeys(self.inner.encode(_scale(x, found), pos), found)
 
@@ -100,7 +101,7 @@ def _scale(x: Array, weight: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(PromptAdaptiveTiers, Tier):
+class BalancedTier(PromptAdaptiveTiers, ScoredTiers):
     """A low tier whose key channels are balanced by all queries and keys of the prompt."""
 
 
@@ -137,10 +138,10 @@ def mikv(
     they came (the paper: 16 or 8). group: channels of a token that share a scale; 0: the whole row. balance: whether
     keys are weighted by channel. Attention in the prompt is exact.
     """
-    coded = Tokens(low, group=group)
-    held = Rows(MinMax(high)) if high else Plain()
+    coded = Tokenwise(low, group=group)
+    held = PerTokenCodec(MinMax(high)) if high else Plain()
     if balance:
         tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
     else:
-        tier = Tier(AccumulatedAttention(), share, coded, coded, recent)
+        tier = ScoredTiers(AccumulatedAttention(), share, coded, coded, recent)
     return Method(side_store=tier, k=held, v=held)

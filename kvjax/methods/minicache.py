@@ -13,7 +13,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import mask_to_slots, top_k_mask
@@ -35,7 +35,7 @@ class MergedTokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedDirections(Tiers):
+class SharedDirections(PrecisionTiers):
     """The side store of pairs of layers, from layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair stores the directions, and passes them to the upper layer in each step. Both layers keep
@@ -76,13 +76,13 @@ class SharedDirections(Tiers):
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, MergedTokens]:
-        most = self._most(layer, block.pos.shape[2], slots)
+        most = self._max_kept(layer, block.pos.shape[2], slots)
         assert observation is not None and observation.paired_block is not None
         own, other = block.clean(), observation.paired_block.clean()
         length = (own.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         is_exact = top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
         exact_slots = mask_to_slots(is_exact, self.num_main_slots(most))
-        merged_slots = mask_to_slots((own.pos >= 0) & ~is_exact, max(self.room(most), 1))
+        merged_slots = mask_to_slots((own.pos >= 0) & ~is_exact, max(self.low_tier_tokens(most), 1))
         return gather_tokens(own, exact_slots), self._merge(
             layer, gather_tokens(own, merged_slots), gather_tokens(other, merged_slots)
         )

@@ -38,7 +38,7 @@ class Boxes(Index):
         if self.size < 1:
             raise KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
 
-    def summarise(self, keys: Array, real: Array) -> Box:
+    def summarize(self, keys: Array, real: Array) -> Box:
         most = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
         low, high = (jnp.where(real[..., None], keys, side) for side in (most, -most))
         return Box(low.min(3), high.max(3))

@@ -22,7 +22,7 @@ from kvjax.cache.eviction.merging import evicted_mask
 from kvjax.cache.eviction.selection import SelectedSlots, Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import recipe
@@ -131,5 +131,5 @@ def razor_attention(
     return Method(
         select=Selection(Recency(), MeanOfHeads(rule), sinks, recent),
         merge=Compensation(sinks),
-        side_store=Pages(rule, page),
+        side_store=PagedHeads(rule, page),
     )

@@ -39,7 +39,7 @@ class MeanKeys(Index):
 
     size: int
 
-    def summarise(self, keys: Array, real: Array) -> Array:
+    def summarize(self, keys: Array, real: Array) -> Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
 
     def join(self, before: Array, more: Array) -> Array:
@@ -86,7 +86,7 @@ class QuestionRetrieval(Retrieve):
         is_kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)  # drafts leave no trace
         reader_state = dataclasses.replace(state.reader_state, question=question)
-        out = self.found(layer, state, q, q_pos, search_q, reader_state.blocks)
+        out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
         return ReadResult(out, reader_state, cross_layer=cross_layer)
 
 

@@ -51,7 +51,7 @@ class HybridBoxes(Boxes):
         channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
-    def among(self, score: Array, candidates: Array) -> Array:
+    def rescale(self, score: Array, candidates: Array) -> Array:
         p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 

@@ -15,7 +15,8 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.per_token import Quantizer, Rows, hadamard, step_size
+from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
@@ -70,7 +71,7 @@ class ZeroPointQuantizer(Quantizer):
         return ZeroPointCodes(quant.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
 
     def decode(self, coded: ZeroPointCodes) -> Array:
-        steps = quant.number(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
+        steps = quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
         return steps * coded.scale.astype(jnp.float32)
 
 
@@ -109,7 +110,7 @@ class CrossHeadRotation(CodecWrapper):
     supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
-    def by_head(self) -> bool:
+    def is_head_specific(self) -> bool:
         return self.means is not None  # a table's order is that of certain heads
 
     def at(self, spec: LayerSpec) -> Codec:
@@ -231,5 +232,5 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
     key and a value, per token and head of size H. Attention in the prompt is exact.
     """
     quantizer = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = CrossHeadRotation(Rows(quantizer), heads, Bases.table_file(table) if table else None)
-    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(Rows(quantizer, "hadamard"), sinks))
+    keys = CrossHeadRotation(PerTokenCodec(quantizer), heads, Bases.table_file(table) if table else None)
+    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(PerTokenCodec(quantizer, "hadamard"), sinks))

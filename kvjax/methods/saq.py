@@ -118,7 +118,7 @@ class StaircaseQuantizer(Codec):
                     f"head size {H}; {wider}, which packs along the tokens"
                 )
 
-    def filled(self, stored: StaircaseState, num_tokens: int) -> StaircaseState:
+    def used_part(self, stored: StaircaseState, num_tokens: int) -> StaircaseState:
         # A short text has not reached the lower levels, nor all places of the exact block.
         reached = stored.levels[: num_tokens // self.every]
         return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], levels=reached)

@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.low_rank import Fitted
+from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.base import map_query_blocks
@@ -56,7 +56,7 @@ class ShadowStore(SideStore):
     outliers: int = 48
     local: int = 4
 
-    host = True
+    uses_host_memory = True
 
     def __post_init__(self):
         if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
@@ -113,7 +113,7 @@ class ShadowStore(SideStore):
 
     def _side_layer(self, layer: MethodLayer) -> MethodLayer:
         """Returns the layer whose codecs store the chunks."""
-        low_rank = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
+        low_rank = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=low_rank, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:

@@ -89,8 +89,8 @@ class SpeculativeReader(Reader):
             reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
         )
 
-    def filled(self, reader_state: LowBitCopy, num_tokens: int) -> Any:
-        return self.k.filled(reader_state.k, num_tokens), self.v.filled(reader_state.v, num_tokens), reader_state.rows
+    def used_part(self, reader_state: LowBitCopy, num_tokens: int) -> Any:
+        return self.k.used_part(reader_state.k, num_tokens), self.v.used_part(reader_state.v, num_tokens), reader_state.rows
 
     def read(
         self,

@@ -53,7 +53,7 @@ class ChannelPruner(PromptAdaptiveKeys):
         if self.num_queries < 1:
             raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Chooses the channels that stay, i32[B K 1 C]; ties go to the lower channel."""
         H = x.shape[3]
         is_observed = window_query_mask(observation, self.num_queries)[:, None, None, :, None]
@@ -63,7 +63,7 @@ class ChannelPruner(PromptAdaptiveKeys):
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :num_kept]
 
-    def held(self, x: Array, pos: Array, found: Array) -> PrunedKeys:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> PrunedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return PrunedKeys(memory.pack(_take_channels(x, found)), found, x.shape[3])
 
@@ -125,7 +125,7 @@ class OlderTokens(PromptAdaptiveTiers):
     def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]

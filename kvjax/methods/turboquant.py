@@ -12,7 +12,8 @@ import numpy as np
 from kvjax.cache.binding import bind_component
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.per_token import Quantizer, Rows, step_size
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -125,7 +126,7 @@ class UniformQuantizer(Quantizer):
 
     def decode(self, coded: UniformCodes) -> Array:
         ends = coded.ends.astype(jnp.float32)
-        return quant.number(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+        return quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,5 +194,5 @@ def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int
     at most half of all (vLLM: 2); with 0 none are. Attention in the prompt is exact. Takes H k_bits / 8 + 2 bytes for a
     key and H v_bits / 8 + 4 for a value, per token and head of size H.
     """
-    keys = Rows(Fp8(scaled=False)) if k_bits == 8 else Rows(LloydMax(k_bits, correct), "hadamard")
-    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(Rows(UniformQuantizer(v_bits)), ends))
+    keys = PerTokenCodec(Fp8(scaled=False)) if k_bits == 8 else PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
+    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(PerTokenCodec(UniformQuantizer(v_bits)), ends))

@@ -16,7 +16,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -79,9 +79,9 @@ class TurnedQueries(Scorer):
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = (
-            cut(observation.q, 3, QUERIES_AT_ONCE),
-            cut(observation.pos, 1, QUERIES_AT_ONCE, -1),
-            cut(target_pos, 1, QUERIES_AT_ONCE, -1),
+            split_blocks(observation.q, 3, QUERIES_AT_ONCE),
+            split_blocks(observation.pos, 1, QUERIES_AT_ONCE, -1),
+            split_blocks(target_pos, 1, QUERIES_AT_ONCE, -1),
         )
         heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":

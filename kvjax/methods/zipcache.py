@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise
+from kvjax.cache.codecs.chunk_quant import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
 from kvjax.core.top_k import top_k_mask
@@ -125,5 +125,5 @@ def zipcache(
     them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
     exact.
     """
-    tier = Tier(ProbeAttention(probes, normalise, seed), share, Channels(low), SeparableTokenwise(low))
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))
+    tier = ScoredTiers(ProbeAttention(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
+    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

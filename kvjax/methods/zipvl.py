@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise
+from kvjax.cache.codecs.chunk_quant import SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
@@ -25,7 +25,7 @@ from kvjax.methods.zipcache import ProbeAttention, tiers_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class UnimportantTokens(Tiers):
+class UnimportantTokens(PrecisionTiers):
     """Stores in the low tier all tokens but the fewest that receive `tau` of their layer's attention.
 
     The number of important tokens is that of the layer: attention is averaged over all of its heads. Each head chooses
@@ -63,10 +63,10 @@ class UnimportantTokens(Tiers):
     def num_main_slots(self, kept: int) -> int:
         return -fraction_of(self.most, -kept)  # rounded up
 
-    def room(self, kept: int) -> int:
+    def low_tier_tokens(self, kept: int) -> int:
         return kept - fraction_of(self.least, kept)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         # Ties go into the low tier from the left.
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -115,6 +115,6 @@ def zipvl(
     the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
     is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
     """
-    keys, values = Channels(low), SeparableTokenwise(low)
+    keys, values = Channelwise(low), SeparableTokenwise(low)
     tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokenwise(high, every))
+    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

@@ -20,7 +20,7 @@ from kvjax.eval.page import paired
 from kvjax.eval.run import store
 from kvjax.method_api import load_methods
 from kvjax.methods import loading
-from kvjax.methods.method_hash import identity
+from kvjax.methods.method_hash import method_hash
 from kvjax.methods.registry import REGISTRY
 from kvjax.testing import toy_model
 
@@ -48,7 +48,7 @@ def {name}(budget: int = 256) -> Method:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remains(clean_catalogue, monkeypatch, tmp_path):
+def nothing_remains(clean_registry, monkeypatch, tmp_path):
     """Modules, paths and what was loaded are as before."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -85,13 +85,13 @@ def test_a_loaded_method_works_in_strings_wherever_methods_do(tmp_path):
 def test_a_file_is_loaded_once_and_again_when_it_was_edited(tmp_path):
     path = write(tmp_path / "mine.py")
     load_methods(path)
-    method, before = kvjax.parse("value_norm"), identity(kvjax.parse("value_norm"))
+    method, before = kvjax.parse("value_norm"), method_hash(kvjax.parse("value_norm"))
     assert load_methods(str(path)) == ("value_norm",) and kvjax.parse("value_norm") == method
     assert load_methods("mine") == load_methods("./mine.py") == ("value_norm",)  # the same file by other names
     assert kvjax.parse("value_norm") == method
     write(path, sign="-")
     assert load_methods(path) == ("value_norm",)
-    assert identity(kvjax.parse("value_norm")) != before == identity(method)
+    assert method_hash(kvjax.parse("value_norm")) != before == method_hash(method)
     write(path, name="other")
     assert load_methods(path) == ("other",) and "value_norm" not in REGISTRY
 

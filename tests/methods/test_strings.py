@@ -103,7 +103,7 @@ def test_the_files_of_methods_are_loaded_one_after_the_other():
     assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
 
 
-def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue):
+def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_registry):
     def idea() -> Method:
         return Method()
 
@@ -123,7 +123,7 @@ def test_a_path_that_is_cut_by_what_divides_methods_is_recognised(text):
         parse(text)
 
 
-def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
+def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_registry):
     @recipe("an idea of mine")
     def silent(budget: int = 4) -> Method:
         return Method()
@@ -131,7 +131,7 @@ def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
     assert load_all()["silent"].summary == load_all()["silent"].text == ""
 
 
-def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
+def test_a_recipe_that_no_string_could_name_is_refused(clean_registry):
     def untyped(budget=4) -> Method:
         return Method()
 

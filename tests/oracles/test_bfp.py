@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.errors import KvjaxError
 from kvjax.methods.bfp import SortedChannels
@@ -74,7 +74,7 @@ def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
         run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)))
         return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
 
-    rows = Rows(BlockFloat(4, 8))
+    rows = PerTokenCodec(BlockFloat(4, 8))
     assert error(SortedChannels(rows)) < 0.2 * error(rows)
 
 

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import CalibratedLowRank, Fitted
+from kvjax.cache.codecs.low_rank import CalibratedLowRank, PromptLowRank
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.cskv import ExactWindow
 from tests.contract import layer
@@ -105,7 +105,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
     spec = dataclasses.replace(layer.spec(head_dim=4), num_kv_heads=4)
     size = heads or 4
     x = np.random.default_rng(0).normal(size=(2, 4, 9, 4)).astype(np.float32)
-    codec, pos = Fitted(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
+    codec, pos = PromptLowRank(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
     want = np.zeros_like(x)
     for b in range(2):
         for first in range(0, 4, size):
@@ -130,7 +130,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
 
 def test_the_newest_tokens_are_exact_wherever_they_are_read():
     """Scores, mixes and single rows agree with what is decoded, and a token loses its exact copy when it is old."""
-    codec = ExactWindow(Fitted(rank=2).at(layer.spec()), 3)
+    codec = ExactWindow(PromptLowRank(rank=2).at(layer.spec()), 3)
     x = np.random.default_rng(0).normal(size=(1, K, 8, H)).astype(np.float32)
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Plain
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
@@ -98,7 +98,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
     x = np.random.default_rng(bits).normal(size=(1, 2, 5, 32)).astype(np.float32)
     x[0, 0, 1], x[0, 1, 2] = 0.0, -7.5
     pos = jnp.asarray([[[0, 1, 2, 3, -1]]], jnp.int32)
-    codec = Tokens(bits, group=16)
+    codec = Tokenwise(bits, group=16)
     idx = jnp.asarray([[[3, 0], [2, 2]]], jnp.int32)
 
     @jax.jit

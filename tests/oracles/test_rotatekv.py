@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.errors import KvjaxError
 from kvjax.methods.rotatekv import CrossHeadRotation, ZeroPointQuantizer
 from kvjax.testing import dense_attention
@@ -63,7 +63,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     spec, rng = layer.spec(), np.random.default_rng(0)
     mean = rng.normal(size=(layer.K, layer.H)).astype(np.float32)
     path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
-    codec = CrossHeadRotation(Rows(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
+    codec = CrossHeadRotation(PerTokenCodec(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
     some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
 

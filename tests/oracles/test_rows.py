@@ -13,7 +13,8 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Absmax, MinMax, Quantizer, Rows, hadamard
+from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.quantizers import Absmax, MinMax, Quantizer
 from kvjax.core import attention, memory
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
@@ -32,7 +33,7 @@ class Exact(Quantizer):
         return jnp.concatenate(coded, -1)
 
 
-CODECS = (Rows(MinMax(4)), Rows(MinMax(4), "hadamard"), Rows(MinMax(2), "hadamard"), Rows(Absmax()))
+CODECS = (PerTokenCodec(MinMax(4)), PerTokenCodec(MinMax(4), "hadamard"), PerTokenCodec(MinMax(2), "hadamard"), PerTokenCodec(Absmax()))
 
 
 def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
@@ -125,7 +126,7 @@ def test_what_is_read_is_what_the_codes_say(codec):
 
 @pytest.mark.parametrize("S", [6, 8])
 def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
-    codec = Rows(MinMax(4), "hadamard")
+    codec = PerTokenCodec(MinMax(4), "hadamard")
     x, pos, q = data(S)
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
@@ -139,7 +140,7 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
 
 def test_a_rotation_alone_loses_nothing():
     x, pos, q = data()
-    turned, plain = Rows(Exact(), "hadamard"), Plain()
+    turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
     a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
     assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
@@ -186,7 +187,7 @@ def test_head_sizes_that_fill_no_words_or_have_no_matrix_are_refused():
     with pytest.raises(KvjaxError, match="clip"):
         MinMax(4, 1.5)
     with pytest.raises(KvjaxError, match="rotate"):
-        Rows(rotate="random")
+        PerTokenCodec(rotate="random")
 
 
 COMPOSED = (

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Quantizer
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError

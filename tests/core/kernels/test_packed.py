@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax.core.kernels import packed
-from kvjax.core.kernels.packed import Codes
+from kvjax.core.kernels.packed import PackedCodes
 from kvjax.errors import KvjaxError
 
 EMPTY = -1e29  # below this, a maximum is that of no scores at all
@@ -80,7 +80,7 @@ def make(c: Case, B: int = 4) -> Data:
     for b in range(B):
         k[0][b, :, -(-settled[b] // c.group) :], k[1][b, :, -(-settled[b] // c.group) :] = np.inf, np.nan
     q = jnp.asarray(rng.normal(size=(B, c.K, c.G, c.T, c.H)), c.dtype)
-    k, v = (Codes(*map(jnp.asarray, (pack(x, c.bits), *y))) for x, y in zip(codes, (k, v), strict=True))
+    k, v = (PackedCodes(*map(jnp.asarray, (pack(x, c.bits), *y))) for x, y in zip(codes, (k, v), strict=True))
     return Data((q, k, v, *map(jnp.asarray, (pos, q_pos, settled))), *codes)
 
 
@@ -156,7 +156,7 @@ def test_kernel_equals_loops(name):
 def test_reference_equals_loops(name):
     c = CASES[name]
     data = make(c)
-    check(program(c, attend=packed.reference)(*data.args), oracle(c), 1e-5)
+    check(program(c, attend=packed.attend_reference)(*data.args), oracle(c), 1e-5)
 
 
 SMALL = Case(8, 16, 16, S=160, H=16, dtype=jnp.bfloat16)
@@ -180,8 +180,8 @@ def test_a_row_is_the_same_alone():
 
 def test_without_slots_there_is_nothing_to_see():
     q, k, v, pos, q_pos, settled = make(SMALL).args
-    k, v = (Codes(x.words[:, :, :0], x.scale[:, :, :0], x.lo[:, :, :0]) for x in (k, v))
-    for attend in (packed.attend, packed.reference):
+    k, v = (PackedCodes(x.words[:, :, :0], x.scale[:, :, :0], x.lo[:, :, :0]) for x in (k, v))
+    for attend in (packed.attend, packed.attend_reference):
         o, m, l = attend(q, k, v, pos[:, :, :0], q_pos, settled, bits=8)
         assert (o.shape, m.shape) == (q.shape, q.shape[:-1])
         assert (m < EMPTY).all() and not l.any() and not o.any()
@@ -193,7 +193,7 @@ def test_packing_holds_tokens_of_one_channel_from_the_lowest_bit():
     words = pack(codes, 2)
     assert words[0, 0, 0, 3] == 1 + (2 << 10) and words[0, 0, 0, 7] == 3 << 30
     one, zero = (jnp.full((1, 1, 1, 16), x, jnp.float32) for x in (1, 0))
-    np.testing.assert_array_equal(packed.keys(Codes(jnp.asarray(words), one, zero), 2), codes)
+    np.testing.assert_array_equal(packed.dequantize_keys(PackedCodes(jnp.asarray(words), one, zero), 2), codes)
 
 
 def changed(**changes):
@@ -216,7 +216,7 @@ def test_errors_name_the_value():
         "words must be uint32, got int32": {"k": k._replace(words=k.words.astype(jnp.int32))},
     }
     for message, changes in wrong.items():
-        for attend in (packed.attend, packed.reference):
+        for attend in (packed.attend, packed.attend_reference):
             with pytest.raises(KvjaxError, match=message):
                 attend(**changed(**changes))
 
