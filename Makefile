@@ -32,7 +32,7 @@ test: $(STAMP) $(BROWSER)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
-	for b in compile dtypes memory products steps host lowbit packed decode heads prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
+	for b in compile dtypes memory products steps host lowbit packed_kernel decode heads prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
 
 experiments: $(STAMP)
 	$(VENV)/bin/python -m experiments.all

@@ -26,17 +26,11 @@ PROMPT_LENGTHS = (3, 17, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-      tensors: number of tensors compared.
-      logit_difference: worst difference, relative to the largest logit; None if logits were not compared.
-      lacking: packages that the comparison of logits needs and that are not installed.
-    """
-
-    tensors: int
-    logit_difference: float | None
-    lacking: tuple[str, ...] = ()
+    tensors: int  # number of tensors compared
+    logit_difference: float | None  # the worst one, relative to the largest logit; None if not compared
+    lacking: tuple[str, ...] = ()  # packages that the comparison of logits needs and that are not installed
 
 
 def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | None = None) -> Report:

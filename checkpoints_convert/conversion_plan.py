@@ -125,5 +125,5 @@ def _find_problems(source: Source, bindings: tuple[Binding, ...], config: Config
         if name in found and found[name].shape != shape:
             problems.append(f"{name}: shape {list(found[name].shape)}, config.json says {list(shape)}")
         if name in found and found[name].dtype not in FLOATS:
-            problems.append(f"{name}: stored as {found[name].dtype}; save it dequantised, as BF16, F16 or F32")
+            problems.append(f"{name}: stored as {found[name].dtype}; save it dequantized, as BF16, F16 or F32")
     return problems

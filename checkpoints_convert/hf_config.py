@@ -16,7 +16,7 @@ UNSCALED = ("rope_theta", "partial_rotary_factor")
 """RoPE parameters that need no type of scaling."""
 
 REFUSED = {
-    "quantization_config": "save the weights dequantised (bf16, f16 or f32) and remove the key",
+    "quantization_config": "save the weights dequantized (bf16, f16 or f32) and remove the key",
     "per_layer_config": "only decoders whose layers are all alike are supported",
 }
 """Key -> remedy, for keys that change the numbers and that no family here has."""

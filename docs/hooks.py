@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # `mkdocs` does not look for packages in the fold
 
 from docs import generate  # noqa: E402
 from docs.generate import methods  # noqa: E402
-from docs.generate.catalogue import recipes  # noqa: E402
+from docs.generate.entries import builtin_entries  # noqa: E402
 
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
@@ -82,7 +82,7 @@ def _on_the_site(document: str, linked: set[str], text: str | None = None) -> st
         method = re.fullmatch(r"kvjax/methods/(\w+)\.py", path)
         if path.startswith("docs/") and path not in STANDS_FOR:
             page = path.removeprefix("docs/")
-        elif method is not None and method[1] in recipes():
+        elif method is not None and method[1] in builtin_entries():
             page = f"methods/{method[1]}.md"
         elif path in PAGES or path in STANDS_FOR:
             page = PAGES.get(path) or STANDS_FOR[path]

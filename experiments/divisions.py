@@ -1,21 +1,20 @@
-"""Which tokens to keep, and how to divide them among heads and layers: scorers by divisions, at equal bytes.
+"""The choice of tokens and their division among heads and layers: scorers by divisions, at equal bytes.
 
 python -m experiments.divisions --model smollm2-135m --out runs/divisions.smollm2 \\
     --results experiments/results/divisions.smollm2.json
 
-Every setting is a method of kvjax, fitted to a share of the exact cache's bytes in bfloat16. Two protocols ask it:
+Every setting is a method of kvjax, fitted to a fraction of the exact cache's bytes in bfloat16, under two protocols:
 
-  turns   the first question ends the prompt; the later ones, which no method has seen when it compresses, count
+  turns   the first question ends the prompt; the later ones, which come after the compression, count
   alone   the context is compressed alone, and all questions count
 
-A greedy answer begins with the reference exactly where each token of the reference is the likeliest after those before
-it. So a question and its reference are read in one pass, and no answer is decoded. An evicted token and a hidden one
-have the same effect on attention, so the contexts of a batch go through the model once, each scorer scores them once,
-and a setting only hides what its method does not keep: `--check` runs some settings as they are beside this. Methods
-that do more than keep tokens are always run as they are.
+Greedy decoding writes the reference answer if and only if each of its tokens is the likeliest after the tokens before.
+One pass over a question and its reference therefore replaces decoding. An evicted token and a hidden one have the same
+effect on attention: the contexts of a batch run through the model once, each scorer scores them once, and a setting
+hides the tokens that its method would evict. `--check` also runs each such setting as its method does. Methods that do
+more than select tokens always run as they are.
 
-A run that was stopped goes on where it was. The tables of docs/results.md and their figure are made by
-experiments/divisions_figure.py.
+A run continues an interrupted one. experiments/divisions_figure.py makes the tables of docs/results.md and its figures.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, progress
-from experiments.papers.common import run
+from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.ranking import MeasuredHeadTokens
@@ -64,79 +63,75 @@ from kvjax.methods.strings import method_of
 
 SETTINGS = Path(__file__).with_suffix(".toml")
 TASKS = {"turns": "turns.essays", "alone": "shared.essays"}
-EVERY_TOKEN = "random:budget=100%"  # a method whose heads have slots of their own, which hide what others evict
+EVERY_TOKEN = "random:budget=100%"  # keeps all tokens in slots per head, so that each head can hide its own
 
 
 class Setting(NamedTuple):
-    """A method at a share of the exact cache's bytes, as a table has it."""
+    """A method at a fraction of the exact cache's bytes: one cell of a table."""
 
-    group: str  # "scorers", or what other settings are for
+    group: str  # "scorers" for the grid, or a name of [[more]]
     scorer: str
     division: str
     share: str
     method: str
-    hidden: bool  # whether hiding tokens does what the method does
-    codec: str = ""  # what holds the tokens where they are hidden
+    hidden: bool  # whether hiding tokens has the method's effect
+    codec: str = ""  # of the cache whose tokens are hidden
 
 
-def settings_of(model: Model, args: argparse.Namespace) -> list[Setting]:
-    """The settings that are asked for; those that no size of the method fits are left out."""
+def make_settings(model: Model, args: argparse.Namespace) -> list[Setting]:
+    """Fits the settings of the command line to their bytes; settings that do not fit at any size are left out."""
     document, length = tomllib.loads(args.settings.read_text()), args.length
     groups, without = ([x for x in text.split(",") if x] for text in (args.groups, args.without))
 
-    def wanted(group: str, text: str) -> bool:
+    def is_selected(group: str, text: str) -> bool:
         return (not groups or group in groups) and args.only in text and not any(x in text for x in without)
 
     found = []
     for share in shares_of(args.shares):
         for division in document["division"] if not groups or "scorers" in groups else ():
             # Bytes depend on the division alone, so one fit serves all scorers.
-            like = _fitted(divided(document["scorer"][0], division), share, model, length)
-            for scorer in document["scorer"] if like else ():
-                method = divided(scorer, division).replace("budget=512", f"budget={_budget(like)}")
-                if division["name"] not in scorer.get("not", ()) and wanted("scorers", method):
+            first = _fit(add_division(document["scorer"][0], division), share, model, length)
+            for scorer in document["scorer"] if first else ():
+                budget = first.partition("budget=")[2].partition(",")[0].partition(" ")[0]
+                method = add_division(scorer, division).replace("budget=512", f"budget={budget}")
+                if division["name"] not in scorer.get("not", ()) and is_selected("scorers", method):
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
         for share in shares_of(more.get("shares", args.shares)):
-            for text in (text for text in more["methods"] if wanted(more["name"], text)):
-                method = _fitted(text, share, model, length)
+            for text in (text for text in more["methods"] if is_selected(more["name"], text)):
+                method = _fit(text, share, model, length)
                 if method:
                     codec = more.get("codec", "")
                     found.append(Setting(more["name"], text, more["name"], str(share), method, "codec" in more, codec))
     return found
 
 
-def divided(scorer: Mapping[str, Any], division: Mapping[str, str]) -> str:
-    """A scorer's method with a division: its own level, or a component over it."""
+def add_division(scorer: Mapping[str, Any], division: Mapping[str, str]) -> str:
+    """The string of a scorer's method under a division: the scorer's own level, or a component."""
     if "levels" in scorer:
         return f"{scorer['method']}{scorer['levels'][division['name']]}"
-    return with_component(scorer["method"], division["component"])
+    return add_component(scorer["method"], division["component"])
 
 
-def with_component(method: str, component: str) -> str:
-    """The string of both, where there is a component."""
+def add_component(method: str, component: str) -> str:
+    """The composed string of a method and a component, which may be empty."""
     return f"{method} + {component}" if component else method
 
 
-def _fitted(text: str, share: Any, model: Model, length: int) -> str:
+def _fit(text: str, share: Any, model: Model, length: int) -> str:
     (found,) = fitted([text], [share], model.config, length)
     return found.method
 
 
-def _budget(method: str) -> int:
-    """The budget in a method's string."""
-    return int(method.partition("budget=")[2].partition(",")[0].partition(" ")[0])
-
-
-# A batch of contexts, and what is asked of them.
+# A batch of contexts and its questions.
 
 
 class Questions(NamedTuple):
-    """Rows of tokens that follow the prompts in one pass, and where the counted answers stand in them."""
+    """Questions and answers that follow the prompts in one pass, one text per context."""
 
-    rows: list[list[int]]
-    decoded: list[list[bool]]  # which tokens stand for what would be decoded
-    answers: list[list[tuple[int, int]]]  # [row][answer]: from where to where
+    texts: list[list[int]]
+    decoded: list[list[bool]]  # marks the tokens that decoding would write
+    answers: list[list[tuple[int, int]]]  # [context][answer]: (start, end) of the counted answers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,101 +140,102 @@ class Batch:
 
     protocol: str
     prompts: list[list[int]]
-    questions: list[Questions]  # each is asked of the prompts' own state
+    questions: list[Questions]  # each starts from the prompts' cache
 
 
-def batch_of(model: Model, protocol: str, spec: Spec) -> Batch:
-    """All contexts of a seed."""
+def make_batch(model: Model, protocol: str, spec: Spec) -> Batch:
+    """Makes the batch of all contexts of a seed."""
     cases = suite.cases(model, [TASKS[protocol]], spec)
     if protocol == "turns":
         prompts = [[*c.context, *c.asks[0].prompt] for c in cases]
-        return Batch(protocol, [list(map(int, p)) for p in prompts], [_conversation(model, cases)])
-    each = [_one_question(model, cases, i) for i in range(spec.questions)]
+        return Batch(protocol, [list(map(int, p)) for p in prompts], [_join_questions(model, cases)])
+    each = [_single_question(model, cases, i) for i in range(spec.questions)]
     return Batch(protocol, [list(map(int, c.context)) for c in cases], each)
 
 
-def _conversation(model: Model, cases: Sequence[Case]) -> Questions:
-    """The first answer, and each later question with its answer; the later answers count."""
-    rows, decoded, answers = [], [], []
+def _join_questions(model: Model, cases: Sequence[Case]) -> Questions:
+    """Joins the first answer and each later question with its answer; the later answers count."""
+    found = Questions([], [], [])
     for case in cases:
-        row: list[int] = []
-        marks: list[bool] = []
+        text: list[int] = []
+        mask: list[bool] = []
         spans = []
         for i, ask in enumerate(case.asks):
-            told = list(map(int, harness.reference(model, ask)))
-            asked = list(map(int, ask.prompt)) if i else []
+            answer = list(map(int, harness.reference(model, ask)))
+            prompt = list(map(int, ask.prompt)) if i else []  # the first question ends the context's prompt
             if i:
-                spans.append((len(row) + len(asked), len(row) + len(asked) + len(told)))
-            row += asked + told
-            marks += [False] * len(asked) + [True] * len(told)
-        rows.append(row)
-        decoded.append(marks)
-        answers.append(spans)
-    return Questions(rows, decoded, answers)
+                spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
+            text += prompt + answer
+            mask += [False] * len(prompt) + [True] * len(answer)
+        for field, value in zip(found, (text, mask, spans), strict=True):
+            field.append(value)
+    return found
 
 
-def _one_question(model: Model, cases: Sequence[Case], i: int) -> Questions:
-    rows, decoded, answers = [], [], []
+def _single_question(model: Model, cases: Sequence[Case], i: int) -> Questions:
+    found = Questions([], [], [])
     for case in cases:
-        asked, told = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference(model, case.asks[i])))
-        rows.append(asked + told)
-        decoded.append([False] * len(asked) + [True] * len(told))
-        answers.append([(len(asked), len(asked) + len(told))])
-    return Questions(rows, decoded, answers)
+        prompt, answer = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference(model, case.asks[i])))
+        mask, end = [False] * len(prompt) + [True] * len(answer), len(prompt) + len(answer)
+        for field, value in zip(found, (prompt + answer, mask, [(len(prompt), end)]), strict=True):
+            field.append(value)
+    return found
 
 
 def ask(context: Context, batch: Batch, width: int) -> tuple[list[list[bool]], list[list[float]]]:
-    """([context][question] whether greedy decoding would write the answer, its log-probability in nats)."""
+    """Asks all questions of a batch.
+
+    Returns:
+      [context][question], whether greedy decoding would write the answer, and the answer's log-probability in nats.
+    """
     right: list[list[bool]] = [[] for _ in batch.prompts]
-    told: list[list[float]] = [[] for _ in batch.prompts]
+    log_probs: list[list[float]] = [[] for _ in batch.prompts]
     for questions in batch.questions:
-        scored = context.score(questions.rows, decoded=questions.decoded, width=width)
-        for row, (logp, likeliest) in enumerate(scored):
-            for start, end in questions.answers[row]:
-                right[row].append(likeliest[start:end].tolist() == questions.rows[row][start:end])
-                told[row].append(round(float(logp[start:end].sum()), 3))
-    return right, told
+        scored = context.score(questions.texts, decoded=questions.decoded, width=width)
+        for i, (logp, likeliest) in enumerate(scored):
+            for start, end in questions.answers[i]:
+                right[i].append(likeliest[start:end].tolist() == questions.texts[i][start:end])
+                log_probs[i].append(round(float(logp[start:end].sum()), 3))
+    return right, log_probs
 
 
-# Scores, once for each scorer, and what a setting keeps by them.
+# Scores, computed once for each scorer, and the tokens that a setting selects by them.
 
 
-class Known(Scorer):
-    """Scores that are known already; only made while a selection is traced."""
+class PrecomputedScores(Scorer):
+    """A scorer that returns given scores; exists only while a selection is traced."""
 
-    def __init__(self, known: Scores):
-        self.known = known
+    def __init__(self, values: Scores):
+        self.values = values
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        return self.known
+        return self.values
 
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
-    block, seen = observed_block(layer, prompt, lengths)
-    return layer.method.select.scorer.scores(block, seen, layer.spec)
+    block, observation = observed_block(layer, prompt, lengths)
+    return layer.method.select.scorer.scores(block, observation, layer.spec)
 
 
-def score(exact: FullKV, method: str, repeated: list[Array] | None) -> list[Scores]:
-    """The scores of a method's scorer in every layer."""
+def compute_scores(exact: FullKV, method: str, replay_scores: list[Array] | None) -> list[Scores]:
+    """Scores the prompts in every layer with a method's scorer, which may need the scores of a prompt replay."""
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
         needs = plan[i].needs
-        shown = (
-            select_queries(plan[i], prompt.q, 0, exact.lengths)
-            if needs.observed_queries != 0
-            else prompt.q[:, :, :, :0]
-        )
-        seen = LayerPrompt(prompt.k, prompt.v, shown)
+        queries = prompt.q[:, :, :, :0]
+        if needs.observed_queries != 0:
+            queries = select_queries(plan[i], prompt.q, 0, exact.lengths)
+        observed = LayerPrompt(prompt.k, prompt.v, queries)
         if needs.replay is not None:
-            seen = seen._replace(replay_scores=repeated[i])
-        # Layers of these models are alike, and no scorer here depends on its layer's number.
-        found.append(_score(seen, exact.lengths, plan[0]))
+            observed = observed._replace(replay_scores=replay_scores[i])
+        # plan[0] serves all layers, and compiles once: these layers are alike, and no scorer depends on its index.
+        found.append(_score(observed, exact.lengths, plan[0]))
     return found
 
 
-def repeat(exact: FullKV, method: str) -> list[Array]:
-    """What the second pass over the prompts says of their tokens, in every layer: f32[B K S]."""
+def replay_scores(exact: FullKV, method: str) -> list[Array]:
+    """Runs the prompts a second time, for scorers that need it; returns the scores f32[B K S] of every layer."""
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
     model, tokens = exact.model, jnp.asarray(pad(exact.ids, copies[0].k.shape[2])[0])
@@ -249,15 +245,15 @@ def repeat(exact: FullKV, method: str) -> list[Array]:
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
-    select = dataclasses.replace(layer.method.select, scorer=Known(scores))
+    select = dataclasses.replace(layer.method.select, scorer=PrecomputedScores(scores))
     found = select.candidates(block, None, layer.spec)
     return layer.method.layer_budgets.rescale(found)
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
+def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
-    select = dataclasses.replace(method.select, scorer=Known(scores))
+    select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
     slots = select.max_kept_up_to(width)
     share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
@@ -271,8 +267,8 @@ def _kept(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLay
     return jnp.zeros((B, K, width), bool).at[rows, heads, jnp.where(found < 0, width, found)].set(True, mode="drop")
 
 
-def kept(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
-    """bool[B K S] for each layer: the tokens that the method keeps of the prompts."""
+def select_tokens(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
+    """Selects the tokens that the method keeps of the prompts, bool[B K S] for each layer."""
     plan = cast(Any, bind(method, exact.model.config))
     pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
     blocks = [KVBlock(p.k, p.v, pos) for p in exact.prompts]
@@ -280,77 +276,79 @@ def kept(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
     if plan[0].needs.global_budget:
         measures = [_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
         tokens = plan[0].divide_budget(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
-    return [_kept(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
+    return [_select(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
 
 
-def hidden(context: Context, masks: Sequence[Array]) -> Context:
-    """The context of every token, without those that are not kept."""
+def hide_tokens(context: Context, masks: Sequence[Array]) -> Context:
+    """Hides the tokens outside bool[B K S] masks from all later queries."""
     layers = []
     for state, mask in zip(context.cache.layers, masks, strict=True):
-        there = jnp.pad(mask, [(0, 0), (0, 0), (0, max(state.pos.shape[2] - mask.shape[2], 0))])
-        layers.append(dataclasses.replace(state, pos=_hide(state.pos, there[:, :, : state.pos.shape[2]])))
+        layers.append(dataclasses.replace(state, pos=_hide(state.pos, _fit_width(mask, state.pos.shape[2]))))
     return dataclasses.replace(context, cache=dataclasses.replace(context.cache, layers=tuple(layers)))
 
 
 @jax.jit
-def _hide(pos: Array, there: Array) -> Array:
-    return jnp.where(there, pos, -1)
+def _hide(pos: Array, mask: Array) -> Array:
+    return jnp.where(mask, pos, -1)
 
 
-# How far attention is from the exact one, for the queries of the later questions.
+def _fit_width(mask: Array, width: int) -> Array:
+    return jnp.pad(mask, [(0, 0), (0, 0), (0, max(width - mask.shape[2], 0))])[:, :, :width]
 
 
-class Later(NamedTuple):
-    """What the later questions and their answers look at, and what they get from the exact cache."""
-
-    exact: FullKV  # of prompts with all that follows
-    prompt: Array  # i32[B], tokens of the prompts
-    asking: Array  # i32[B Q], positions of the later questions' tokens, -1 for none
-    out: list[Array]  # f32[B K G Q H] for each layer
+# The error of attention for the queries of the later questions.
 
 
-def later(model: Model, batch: Batch) -> Later:
-    """The queries of everything behind the first answer."""
+class LaterQueries(NamedTuple):
+    """Queries of the later questions and answers, and their exact attention."""
+
+    exact: FullKV  # keys, values and queries of prompts with all that follows
+    lengths: Array  # i32[B], of the prompts
+    query_pos: Array  # i32[B Q], -1 for padding
+    output: list[Array]  # f32[B K G Q H] for each layer, of exact attention
+
+
+def read_later_queries(model: Model, batch: Batch) -> LaterQueries:
+    """Reads the queries of everything after the first answer."""
     (questions,) = batch.questions
-    rows = [p + q for p, q in zip(batch.prompts, questions.rows, strict=True)]
-    exact = read_exactly(model, rows)
+    texts = [p + q for p, q in zip(batch.prompts, questions.texts, strict=True)]
+    exact = read_exactly(model, texts)
     first = [len(p) + q.index(False) for p, q in zip(batch.prompts, questions.decoded, strict=True)]
-    number = max(len(row) - start for row, start in zip(rows, first, strict=True))
-    asking = np.full((len(rows), number), -1, np.int32)
-    for i, (row, start) in enumerate(zip(rows, first, strict=True)):
-        asking[i, : len(row) - start] = np.arange(start, len(row))
-    lengths, at = jnp.array([len(p) for p in batch.prompts], jnp.int32), jnp.array(asking)
-    found = Later(exact, lengths, at, [])
-    every = jnp.ones((len(rows), model.config.kv_heads, exact.prompts[0].k.shape[2]), bool)
-    return found._replace(out=[_attended(p, exact.lengths, lengths, at, every) for p in exact.prompts])
+    num_queries = max(len(text) - start for text, start in zip(texts, first, strict=True))
+    query_pos = np.full((len(texts), num_queries), -1, np.int32)
+    for i, (text, start) in enumerate(zip(texts, first, strict=True)):
+        query_pos[i, : len(text) - start] = np.arange(start, len(text))
+    lengths, at = jnp.array([len(p) for p in batch.prompts], jnp.int32), jnp.array(query_pos)
+    every = jnp.ones((len(texts), model.config.kv_heads, exact.prompts[0].k.shape[2]), bool)
+    output = [_attend(p, exact.lengths, lengths, at, every) for p in exact.prompts]
+    return LaterQueries(exact, lengths, at, output)
 
 
 @jax.jit
-def _attended(prompt: LayerPrompt, lengths: Array, before: Array, asking: Array, there: Array) -> Array:
-    """What queries get from the tokens of the prompt that are there and from all that follow it."""
+def _attend(prompt: LayerPrompt, lengths: Array, prompt_lengths: Array, query_pos: Array, mask: Array) -> Array:
+    """Attention of later queries to the masked tokens of the prompt and to all tokens after the prompt."""
     pos = jnp.arange(prompt.k.shape[2], dtype=jnp.int32)[None]
-    real, follows = pos < lengths[:, None], pos >= before[:, None]
-    seen = jnp.where(real[:, None] & (there | follows[:, None]), pos[:, None], -1)
-    q = jnp.take_along_axis(prompt.q, jnp.maximum(asking, 0)[:, None, None, :, None], 3)
-    return merge([attend_dense(q, KVBlock(prompt.k, prompt.v, seen), asking)])
+    is_token, follows = pos < lengths[:, None], pos >= prompt_lengths[:, None]
+    visible_pos = jnp.where(is_token[:, None] & (mask | follows[:, None]), pos[:, None], -1)
+    q = jnp.take_along_axis(prompt.q, jnp.maximum(query_pos, 0)[:, None, None, :, None], 3)
+    return merge([attend_dense(q, KVBlock(prompt.k, prompt.v, visible_pos), query_pos)])
 
 
 @jax.jit
-def _error(found: Array, exact: Array, asking: Array) -> Array:
-    """The mean relative error of attention's outputs."""
+def _relative_error(found: Array, exact: Array, query_pos: Array) -> Array:
+    """Mean relative error of attention's outputs."""
     each = jnp.linalg.norm(found - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), 1e-30)
-    real = jnp.broadcast_to((asking >= 0)[:, None, None], each.shape)
+    real = jnp.broadcast_to((query_pos >= 0)[:, None, None], each.shape)
     return jnp.where(real, each, 0.0).sum() / real.sum(dtype=jnp.float32)
 
 
-def errors(asked: Later, masks: Sequence[Array]) -> list[float]:
-    """The relative error of each layer's attention where only some tokens of the prompts are kept."""
-    width = asked.exact.prompts[0].k.shape[2]
+def attention_errors(later: LaterQueries, masks: Sequence[Array]) -> list[float]:
+    """Relative error of each layer's attention if only the masked tokens of the prompts, bool[B K S], are kept."""
+    width = later.exact.prompts[0].k.shape[2]
     found = []
-    for prompt, exact, mask in zip(asked.exact.prompts, asked.out, masks, strict=True):
-        there = jnp.pad(mask, [(0, 0), (0, 0), (0, max(width - mask.shape[2], 0))])[:, :, :width]
-        out = _attended(prompt, asked.exact.lengths, asked.prompt, asked.asking, there)
-        found.append(_error(out, exact, asked.asking))
+    for prompt, exact, mask in zip(later.exact.prompts, later.output, masks, strict=True):
+        out = _attend(prompt, later.exact.lengths, later.lengths, later.query_pos, _fit_width(mask, width))
+        found.append(_relative_error(out, exact, later.query_pos))
     return [round(float(x), 4) for x in found]
 
 
@@ -358,24 +356,24 @@ def errors(asked: Later, masks: Sequence[Array]) -> list[float]:
 
 
 def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
-    """Asks all settings that have no record yet."""
+    """Asks all settings without a record, and appends their records."""
     about = {"model": args.model, "length": args.length, "contexts": args.contexts, "questions": args.questions}
-    made = list(records(args.out))
-    if foreign := next((r["about"] for r in made if r["about"] != about), None):
+    existing = list(read_records(args.out))
+    if foreign := next((r["about"] for r in existing if r["about"] != about), None):
         raise KvjaxError(f"{args.out} has records of {foreign}, not of {about}; choose another --out")
-    done = {r["method"] for r in made if (r["protocol"], r["seed"]) == (protocol, seed)}
+    done = {r["method"] for r in existing if (r["protocol"], r["seed"]) == (protocol, seed)}
     todo = list({s.method: s for s in settings if s.method not in done}.values())
     if "full" not in done:
         todo.insert(0, Setting("exact", "full", "", "1", "full", False))
     if not todo:
         return
-    batch = batch_of(model, protocol, Spec((args.length,), args.contexts, args.questions, seed=seed))
-    progress(f"{args.model}, {protocol}, seed {seed}: {len(todo)} settings")
-    width = round_up(max(len(row) for q in batch.questions for row in q.rows), 16)
+    batch = make_batch(model, protocol, Spec((args.length,), args.contexts, args.questions, seed=seed))
+    log_progress(f"{args.model}, {protocol}, seed {seed}: {len(todo)} settings")
+    width = round_up(max(len(row) for q in batch.questions for row in q.texts), 16)
     prompt = round_up(max(map(len, batch.prompts)))
     exact, capacity = read_exactly(model, batch.prompts, width=prompt), prompt + round_up(width)
-    asked = later(model, batch) if protocol == "turns" and any(s.hidden for s in todo) else None
-    repeated: list[Array] | None = None
+    later = read_later_queries(model, batch) if protocol == "turns" and any(s.hidden for s in todo) else None
+    replayed: list[Array] | None = None
     scores: dict[Any, list[Scores]] = {}
     every: dict[str, Context] = {}
     for setting in todo:
@@ -384,17 +382,17 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         if setting.hidden:
             scorer = cast(Method, method_of(setting.method)).select.scorer
             if scorer not in scores:
-                if repeated is None and scorer.replay is not None:
-                    repeated = repeat(exact, setting.method)
-                scores[scorer] = score(exact, setting.method, repeated)
+                if replayed is None and scorer.replay is not None:
+                    replayed = replay_scores(exact, setting.method)
+                scores[scorer] = compute_scores(exact, setting.method, replayed)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(with_component(EVERY_TOKEN, setting.codec), capacity)
-            masks = kept(exact, setting.method, scores[scorer])
-            context = hidden(every[setting.codec], masks)
+                every[setting.codec] = exact.under(add_component(EVERY_TOKEN, setting.codec), capacity)
+            masks = select_tokens(exact, setting.method, scores[scorer])
+            context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
             found["kept"] = tokens.mean(1).round(1).tolist()
-            if asked is not None and not setting.codec:
-                found["errors"] = errors(asked, masks)
+            if later is not None and not setting.codec:
+                found["errors"] = attention_errors(later, masks)
         else:
             context = exact.under(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
@@ -403,41 +401,40 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             file.write(json.dumps(record) + "\n")
         if args.check and setting.hidden:
             check(exact, setting, capacity, batch, width, found["right"])
-        number = np.mean(found["right"])
-        progress(f"{setting.method}: {100 * number:.0f}% ({time.perf_counter() - start:.1f} s)")
+        log_progress(f"{setting.method}: {100 * np.mean(found['right']):.0f}% ({time.perf_counter() - start:.1f} s)")
 
 
 def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
-    """Runs a setting as it is, and raises KvjaxError where it answers otherwise than by hiding."""
+    """Runs a setting as its method does; raises KvjaxError if its answers differ from those with hidden tokens."""
     context = exact.under(setting.method, capacity)
     as_it_is, _ = ask(context, batch, width)
-    progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
+    log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:
         raise KvjaxError(f"{setting.method} answers {as_it_is} as it is, and {right} where tokens are hidden")
 
 
 def drop_torn_line(path: Path) -> None:
-    """Takes away the last line of records where a kill has torn it."""
+    """Removes the last line of the records if a kill has torn it."""
     text = path.read_text() if path.is_file() else ""
     if text and not text.endswith("\n"):
         path.write_text(text[: text.rfind("\n") + 1])
 
 
-def records(path: Path) -> Iterator[dict[str, Any]]:
-    """What has been measured."""
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a run."""
     yield from map(json.loads, path.read_text().splitlines() if path.is_file() else ())
 
 
 def sum_up(model: Model, settings: Sequence[Setting], args: argparse.Namespace) -> dict[str, Any]:
-    """The document that tables and figures are made of."""
+    """The document from which divisions_figure makes tables and figures."""
     found = {}
-    for record in records(args.out):
+    for record in read_records(args.out):
         by_method = found.setdefault(record["method"], {})
         by_method.setdefault(record["protocol"], {})[str(record["seed"])] = {
             name: record[name] for name in ("right", "kept", "errors") if name in record
         }
-    asked = [s for s in settings if s.method in found]
-    planned = {s.method: planned_bytes(s.method, model.config, args.length, dtype=DTYPE) for s in asked}
+    measured = [s for s in settings if s.method in found]
+    planned = {s.method: planned_bytes(s.method, model.config, args.length, dtype=DTYPE) for s in measured}
     return {
         "model": args.model,
         "length": args.length,
@@ -446,15 +443,15 @@ def sum_up(model: Model, settings: Sequence[Setting], args: argparse.Namespace) 
         "computed_in": model.dtype.name,
         "bytes_in": DTYPE,
         "machine": machine(),
-        "settings": [s._asdict() for s in asked],
+        "settings": [s._asdict() for s in measured],
         "bytes": {m: (p.fraction_of_full, p.host_fraction_of_full) for m, p in planned.items()},
         "measured": found,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the command line."""
+    p = make_parser(__doc__)
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--settings", type=Path, default=SETTINGS)
     p.add_argument("--shares", default="1/4,1/8,1/2,1/16", help="of the exact cache's bytes")
@@ -462,27 +459,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--length", type=int, default=1024, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per seed")
     p.add_argument("--questions", type=int, default=3, help="per context")
-    p.add_argument("--seeds", type=integers, default=[0, 1, 2])
-    p.add_argument(
-        "--groups", default="", help='only these, by name, separated by commas: "scorers" or a name of [[more]]'
-    )
-    p.add_argument("--only", default="", help="only methods whose string has this in it")
-    p.add_argument("--without", default="", help="no methods whose strings have one of these in them")
-    p.add_argument("--check", action="store_true", help="run each setting as it is, too")
+    p.add_argument("--seeds", type=parse_integers, default=[0, 1, 2])
+    p.add_argument("--groups", default="", help='only these, separated by commas: "scorers" or a name of [[more]]')
+    p.add_argument("--only", default="", help="only methods whose string contains this")
+    p.add_argument("--without", default="", help="no methods whose string contains one of these")
+    p.add_argument("--check", action="store_true", help="run each setting as its method does, too")
     p.add_argument("--out", type=Path, default=Path("runs/divisions.jsonl"), help="the records")
     p.add_argument("--results", type=Path, help="their sum")
     args = p.parse_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     drop_torn_line(args.out)
     model = kvjax.load(args.model)
-    settings = settings_of(model, args)
+    settings = make_settings(model, args)
     for protocol in args.protocols.split(","):
         for seed in args.seeds:
             measure(model, protocol, seed, settings, args)
     if args.results:
         args.results.write_text(json.dumps(sum_up(model, settings, args)) + "\n")
-        progress(f"wrote {args.results}")
+        log_progress(f"wrote {args.results}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

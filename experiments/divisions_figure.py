@@ -1,9 +1,9 @@
-"""Tables and the figure of which tokens to keep and how to divide them, from what experiments/divisions.py measured.
+"""Tables and figures on the choice of tokens and their division among heads, from results of experiments/divisions.py.
 
 python -m experiments.divisions_figure    prints the tables of docs/results.md, writes docs/quality_against_bytes.png
                                           (README's picture) and docs/where_tokens_stay.png
 
-A cell is the percent of counted questions that are answered right, with its standard error over contexts.
+A cell is the percent of counted questions with a right answer, and its standard error over contexts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CURVES = ROOT / "docs" / "quality_against_bytes.png"
 WHERE = ROOT / "docs" / "where_tokens_stay.png"
 DIVISIONS = ("equal", "within a layer", "over the model")
 SHARES = ("1/2", "1/4", "1/8", "1/16")
-NOTHING = 5.0  # percent of the questions
+MIN_LABELED_PERCENT = 5.0  # labels of points below would overlap
 COLORS = dict(zip(DIVISIONS, ("C3", "C1", "C2"), strict=True))
 
 
 class Curve(NamedTuple):
-    """One line of README's picture: the methods whose strings begin and end so, at all shares."""
+    """One line of README's picture: the methods `start` + a number + `end`."""
 
     name: str
     start: str
@@ -39,8 +39,8 @@ class Curve(NamedTuple):
     color: str
     style: str = "-"
 
-    def holds(self, method: str) -> bool:
-        """Whether a method is a point of the line; between its start and its end stand only digits."""
+    def has_point(self, method: str) -> bool:
+        """Whether a method is a point of the line."""
         middle = method.removeprefix(self.start).removesuffix(self.end)
         return method.startswith(self.start) and method.endswith(self.end) and middle.isdecimal()
 
@@ -65,27 +65,27 @@ POINTS = {
 
 
 class Results:
-    """What a document of experiments/divisions.py holds."""
+    """Queries on a document of experiments/divisions.py."""
 
     def __init__(self, document: Mapping[str, Any]):
         self.document = document
         self.settings = document["settings"]
 
     def scores(self, method: str, protocol: str) -> np.ndarray | None:
-        """Percent right of each context, all seeds one after the other; None where it was not measured."""
+        """Percent of right answers of each context, seed after seed; None for a method without measurements."""
         by_seed = self.document["measured"].get(method, {}).get(protocol)
         if by_seed is None:
             return None
         return np.concatenate([100 * np.mean(by_seed[seed]["right"], -1) for seed in sorted(by_seed)])
 
     def method(self, scorer: str, division: str, share: str) -> str | None:
-        """The method of a cell."""
-        wanted = ("scorers", scorer, division, share)
-        found = (s["method"] for s in self.settings if (s["group"], s["scorer"], s["division"], s["share"]) == wanted)
+        """The method string of a cell of the grid."""
+        key = ("scorers", scorer, division, share)
+        found = (s["method"] for s in self.settings if (s["group"], s["scorer"], s["division"], s["share"]) == key)
         return next(found, None)
 
     def scorers(self) -> list[str]:
-        """Names of the scorers, in the order of the settings."""
+        """Names of the scorers in the order of the settings."""
         return list(dict.fromkeys(s["scorer"] for s in self.settings if s["group"] == "scorers"))
 
     def errors(self, method: str) -> float | None:
@@ -94,21 +94,21 @@ class Results:
         found = [np.mean(s["errors"]) for s in by_seed.values() if "errors" in s]
         return float(np.mean(found)) if found else None
 
-    def kept(self, method: str) -> np.ndarray:
-        """Tokens that each head keeps in the mean, f64[L K], over seeds."""
+    def tokens_per_head(self, method: str) -> np.ndarray:
+        """Mean number of tokens that each head keeps, f64[L K]."""
         return np.mean([s["kept"] for s in self.document["measured"][method]["turns"].values()], 0)
 
 
-def cell(values: np.ndarray | None) -> str:
-    """A mean and its standard error."""
+def cell(values: np.ndarray | None, form: str = ".0f") -> str:
+    """Formats a mean and its standard error."""
     if values is None:
         return "-"
     mean, error = mean_error(values.tolist())
-    return f"{mean:.0f}" if error is None else f"{mean:.0f} ±{error:.0f}"
+    return f"{mean:{form}}" if error is None else f"{mean:{form}} ±{error:.0f}"
 
 
 def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
-    """A row for each scorer and division, in Markdown."""
+    """A Markdown table with a row for each scorer and division."""
     exact = cell(results.scores("full", protocol))
     lines = [
         f"| scores (exact cache: {exact}) | division | {' | '.join(f'{s} of the bytes' for s in shares)} |",
@@ -124,18 +124,17 @@ def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
 
 
 def more_table(results: Results) -> str:
-    """The settings that are not of the grid, with their bytes."""
+    """A Markdown table of the settings outside the grid, with their bytes."""
     lines = ["| method | device | host | later questions |", "|---|---:|---:|---:|"]
     for method in dict.fromkeys(s["method"] for s in results.settings if s["group"] != "scorers"):
         device, host = results.document["bytes"][method]
-        lines.append(
-            f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {cell(results.scores(method, 'turns'))} |"
-        )
+        score = cell(results.scores(method, "turns"))
+        lines.append(f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {score} |")
     return "\n".join(lines)
 
 
-def paired(results: Results, protocol: str) -> str:
-    """Points gained by dividing over the model and within a layer, beside equal heads, paired by context."""
+def gain_table(results: Results, protocol: str) -> str:
+    """A Markdown table of the gains of both divisions over equal heads, in points, paired by context."""
     lines = ["| scores | share | within a layer | over the model |", "|---|---|---:|---:|"]
     for scorer in results.scorers():
         for share in SHARES:
@@ -143,18 +142,13 @@ def paired(results: Results, protocol: str) -> str:
             scores = [None if m is None else results.scores(m, protocol) for m in found]
             if scores[0] is None:
                 continue
-            gains = ["-" if s is None or len(s) != len(scores[0]) else _signed(s - scores[0]) for s in scores[1:]]
+            gains = ["-" if s is None or len(s) != len(scores[0]) else cell(s - scores[0], "+.0f") for s in scores[1:]]
             lines.append(f"| {scorer} | {share} | {' | '.join(gains)} |")
     return "\n".join(lines)
 
 
-def _signed(values: np.ndarray) -> str:
-    mean, error = mean_error(values.tolist())
-    return f"{mean:+.0f}" if error is None else f"{mean:+.0f} ±{error:.0f}"
-
-
 def correlations(results: Results) -> dict[str, float]:
-    """How far the error of attention orders the settings as the answers do: Spearman's rank correlation, per share."""
+    """Spearman's rank correlation of the settings' attention errors with their answers, by share."""
     found = {}
     for share in (*SHARES, "all"):
         pairs = [
@@ -169,13 +163,12 @@ def correlations(results: Results) -> dict[str, float]:
 
 
 def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """NaN where all of one are equal, which tells no order."""
-    x, y = _ranks(x), _ranks(y)
+    x, y = _ranks(x), _ranks(y)  # equal values have no order: NaN
     return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:
-    """Ranks from 0, equal values sharing their mean rank."""
+    """Ranks from 0; equal values share their mean rank."""
     order = np.argsort(x, kind="stable")
     ranks = np.empty(len(x))
     ranks[order] = np.arange(len(x))
@@ -183,25 +176,25 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 
 
 def draw(results: Results, path: Path, share: str, scorers: Sequence[str]) -> None:
-    """Where the tokens stay, and how well the error of attention predicts the answers."""
+    """Draws the tokens that each head keeps, and the answers against the error of attention."""
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     figure.suptitle(f"{results.document['model']}, {share} of the bytes. Left: one ranking over the model", fontsize=10)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
     for ax, scorer in zip((left, middle), scorers, strict=True):
-        kept = results.kept(results.method(scorer, "over the model", share) or "")
-        image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=results.document["length"])
+        tokens = results.tokens_per_head(results.method(scorer, "over the model", share) or "")
+        image = ax.imshow(tokens, aspect="auto", cmap="viridis", vmin=0, vmax=results.document["length"])
         ax.set_title(f"scores: {scorer.partition(' (')[0]}", fontsize=9)
         ax.set_xlabel("key/value head")
-        ax.set_xticks(range(kept.shape[1]))
+        ax.set_xticks(range(tokens.shape[1]))
     left.set_ylabel("layer")
     middle.set_yticks([])
     bar = figure.colorbar(image, ax=(left, middle), shrink=0.8)
     bar.set_label(f"tokens kept of {results.document['length']:,}", fontsize=8)
-    _against_errors(right, results, share)
+    _draw_errors(right, results, share)
     figure.savefig(path, dpi=150)
 
 
-def _against_errors(ax: Axes, results: Results, share: str) -> None:
+def _draw_errors(ax: Axes, results: Results, share: str) -> None:
     for division in DIVISIONS:
         for scorer in results.scorers():
             method = results.method(scorer, division, share)
@@ -211,7 +204,7 @@ def _against_errors(ax: Axes, results: Results, share: str) -> None:
             assert scores is not None
             mean, bar = mean_error(scores.tolist())
             ax.errorbar(100 * error, mean, bar, color=COLORS[division], marker="o", capsize=2, lw=1)
-            if mean > NOTHING:  # names of what answers nothing would lie on one another
+            if mean > MIN_LABELED_PERCENT:
                 name = scorer.partition(" (")[0]
                 ax.annotate(name, (100 * error, mean), (5, 3), fontsize=7, textcoords="offset points")
     for division in DIVISIONS:
@@ -231,7 +224,7 @@ def _against_errors(ax: Axes, results: Results, share: str) -> None:
 
 
 def draw_curves(results: Results, path: Path) -> None:
-    """README's picture: later questions answered against the cache's bytes on the device."""
+    """Draws README's picture: answers to later questions against the cache's bytes on the device."""
     figure = Figure(figsize=(8.6, 4.8), layout="constrained")
     ax = figure.subplots()
     exact = results.scores("full", "turns")
@@ -240,7 +233,7 @@ def draw_curves(results: Results, path: Path) -> None:
     ax.annotate("the exact cache", (0.0, exact.mean()), (6, 4), xycoords=("axes fraction", "data"),
                 textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
     for curve in EVICTION:
-        points = sorted(_point(results, m) for m in results.document["bytes"] if curve.holds(m))
+        points = sorted(_point(results, m) for m in results.document["bytes"] if curve.has_point(m))
         if points:
             device, mean, error = (list(x) for x in zip(*points, strict=True))
             ax.errorbar(device, mean, error, color=curve.color, ls=curve.style, marker="o", ms=4, capsize=2, lw=1.4)
@@ -268,7 +261,7 @@ def draw_curves(results: Results, path: Path) -> None:
 
 
 def _point(results: Results, method: str) -> tuple[float, float, float]:
-    """Percent of the bytes, percent right, and its standard error."""
+    """Percent of the bytes, percent of right answers, and its standard error."""
     scores = results.scores(method, "turns")
     mean, error = mean_error([] if scores is None else scores.tolist())
     return 100 * results.document["bytes"][method][0], mean or 0.0, error or 0.0
@@ -278,8 +271,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables and draws the figures."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS / "divisions.smollm2.json")
-    p.add_argument("--curves", type=Path, default=CURVES, help="where README's picture goes")
-    p.add_argument("--where", type=Path, default=WHERE, help="where the figure goes")
+    p.add_argument("--curves", type=Path, default=CURVES, help="file of README's picture")
+    p.add_argument("--where", type=Path, default=WHERE, help="file of the figure")
     p.add_argument("--share", default="1/4", help="of the bytes, in the figure")
     p.add_argument("--scorers", default="repeated prompt (KVzip);turned queries", help="two of them, in the figure")
     p.add_argument("--no-pictures", action="store_true")
@@ -288,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shares = [s for s in SHARES if any(x["share"] == s and x["group"] == "scorers" for x in results.settings)]
     for protocol in ("turns", "alone"):
         print(f"\n{protocol}\n\n{table(results, protocol, shares)}")
-    print(f"\nPaired gains, turns\n\n{paired(results, 'turns')}")
+    print(f"\nPaired gains, turns\n\n{gain_table(results, 'turns')}")
     print(f"\n{more_table(results)}")
     print("\nRank correlation of the error of attention with the answers:", correlations(results))
     if not args.no_pictures:

@@ -1,20 +1,18 @@
-"""Every method at equal bytes: its quality where it takes 1/2 to 1/16 of what the full cache takes.
+"""Quality of every method at equal bytes: 1/2 to 1/16 of the full cache's.
 
 python -m experiments.equal_bytes              runs what is missing, into runs/equal_bytes, and sums it up
 make docs                                      makes a page and a plot of the sum (docs/generate/equal_bytes.py)
 
-What is compared stands in equal_bytes.toml, or in --settings; a family may name `shares` of its own there. A setting
-is fitted by the bytes that it plans for a context of --length tokens, without room for answers, so that methods which
-need more room beside are not favoured.
-Seeds make other contexts; the windows of text are the same for all. A run that was stopped goes on where it was;
-several processes can share the work by --families. --sum runs nothing and sums up what there is; --keep adds it to the
-sum that stands there, where the records that made that one are no longer at hand.
+The compared methods are in equal_bytes.toml, or in --settings; a family may have `shares` of its own there. A setting
+is fitted by its planned bytes for a context of --length tokens without headroom for answers, so that methods with large
+buffers for new tokens are not favored. Seeds give other contexts; the windows of text are the same for all. A run
+continues an interrupted one, and several processes can divide the work by --families. --sum only sums up the records;
+--keep adds them to the existing sum, whose own records may be gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,8 +25,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, progress
-from experiments.papers.common import run
+from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
@@ -39,7 +37,6 @@ from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.models.config import Config
 
 FAMILIES = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).parent / "results" / "equal_bytes.json"
@@ -51,18 +48,25 @@ NEEDLES = ("niah", "niah.essays")  # tasks with a case for each depth
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A method of a family at a share of the full cache's bytes; `method` is "" where none of its settings fits."""
+    """A method of a family at a fraction of the full cache's bytes."""
 
     family: str
-    settings: str  # as equal_bytes.toml has them
-    share: str
-    method: str
-    device_bytes: int  # of one context, as planned
+    settings: str  # its line in equal_bytes.toml
+    share: str  # of the full cache's bytes
+    method: str  # fitted to the share; "" if none of the settings fits
+    device_bytes: int  # planned, of one context
     host_bytes: int
 
 
-def points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
-    """All methods at all shares, or at those that their family names."""
+def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
+    """Fits all methods to all shares, or to the shares of their family."""
+
+    def to_point(family: str, settings: str, fit: Fitted) -> Point:
+        if not fit.method:
+            return Point(family, settings, str(fit.share), "", 0, 0)
+        planned = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
+        return Point(family, settings, str(fit.share), fit.method, planned["device"], planned["pinned_host"])
+
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
         own = shares_of(family["shares"]) if "shares" in family else shares
@@ -70,49 +74,41 @@ def points(model: Model, shares: Sequence[Fraction], length: int, families: Path
             each = fitted([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
-                found.append(_point(model, family["name"], settings, largest, length))
+                found.append(to_point(family["name"], settings, largest))
     return found
 
 
-def _point(model: Model, family: str, settings: str, fit: Fitted, length: int) -> Point:
-    if not fit.method:
-        return Point(family, settings, str(fit.share), "", 0, 0)
-    held = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
-    return Point(family, settings, str(fit.share), fit.method, held["device"], held["pinned_host"])
-
-
 def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Namespace) -> dict[str, str]:
-    """Asks every method of a family all that its stores lack; returns what went wrong, by method."""
+    """Evaluates every method of a family on the cases without a record; returns the problems by method."""
     wrong: dict[str, str] = {}
     for seed in args.seeds:
-        progress(f"{family}, seed {seed}: {len(methods)} methods")
-        with contextlib.ExitStack() as stack:
-            cases, records = _opened(model, family, methods, seed, args, stack)
-            how = {"batch": args.batch, "seed": seed}
+        log_progress(f"{family}, seed {seed}: {len(methods)} methods")
+        cases, description = make_cases(model, methods, seed, args)
+        with store.opened(_folder(args.out, family, seed), description) as records:
+            options = {"batch": args.batch, "seed": seed}
             remaining = [method for method in methods if method not in wrong]
             try:
-                evaluate(model, remaining, cases, records, **how)
-            except KvjaxError:  # one by one, to find which it is
+                evaluate(model, remaining, cases, records, **options)
+            except KvjaxError:  # one by one, so that the others still get records
                 for method in remaining:
                     try:
-                        evaluate(model, [method], cases, records, **how)
+                        evaluate(model, [method], cases, records, **options)
                     except KvjaxError as e:
                         wrong[method] = str(e)
-                        progress(f"failed: {e}")
+                        log_progress(f"failed: {e}")
     return wrong
 
 
-def _opened(
-    model: Model, family: str, methods: Sequence[str], seed: int, args: argparse.Namespace, stack: contextlib.ExitStack
-) -> tuple[list[Case], store.Store]:
-    """The cases of a seed, and the store of their answers."""
+def make_cases(
+    model: Model, methods: Sequence[str], seed: int, args: argparse.Namespace
+) -> tuple[list[Case], dict[str, Any]]:
+    """The cases of a seed, and the description that their store needs."""
     tasks = [t for t in args.tasks if t not in SEEDLESS or seed == args.seeds[0]]
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
-    needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # one of each depth
+    needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # per depth
     cases = [case for t in tasks for case in suite.cases(model, [t], needles if t in NEEDLES else spec)]
     about = {"seed": seed, "batch": args.batch, "seen": False}
-    told = store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
-    return cases, stack.enter_context(store.opened(_folder(args.out, family, seed), told))
+    return cases, store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
 
 
 def _folder(out: Path, family: str, seed: int) -> Path:
@@ -120,31 +116,32 @@ def _folder(out: Path, family: str, seed: int) -> Path:
 
 
 Scores = dict[str, dict[str, dict[str, list[float]]]]
-"""method -> task -> seed -> the contexts' scores, 0 to 1, or bits per byte; of `turns` the later questions."""
+"""method -> task -> seed -> scores of the contexts: 0 to 1 (in `turns`, of later questions), or bits per byte."""
 
 
-def scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
-    """Those of all records, and of methods without records what an earlier sum holds, if it is kept.
+def complete_scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
+    """Scores of all methods with a record of every case, on top of the earlier sum if --keep asks for it."""
+    earlier = read_sum(args) if args.keep else {}
+    found = read_scores(families, args)
 
-    A method that was not yet asked everything is left out.
-    """
-    kept = earlier(args) if args.keep else {}
-    found = recorded(families, args)
-    asked = _counts(kept[FULL] if kept else found[FULL])
-    return kept | {method: by_task for method, by_task in found.items() if _counts(by_task) == asked}
+    def counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
+        return {(task, seed): len(values) for task, by_seed in by_task.items() for seed, values in by_seed.items()}
+
+    complete = counts(earlier[FULL] if earlier else found[FULL])
+    return earlier | {method: by_task for method, by_task in found.items() if counts(by_task) == complete}
 
 
-def earlier(args: argparse.Namespace) -> Scores:
-    """Those of the sum that stands in --results; raises KvjaxError if it is of other contexts."""
+def read_sum(args: argparse.Namespace) -> Scores:
+    """Reads the scores of the sum in --results; raises KvjaxError if it has other contexts."""
     document = json.loads(args.results.read_text())
-    for name, given in (("model", args.model), ("length", args.length), ("tasks", args.tasks), ("seeds", args.seeds)):
-        if document[name] != given:
-            raise KvjaxError(f"{args.results} has {name} {document[name]}, not {given}; leave out --keep")
+    for name in ("model", "length", "tasks", "seeds"):
+        if document[name] != (value := getattr(args, name)):
+            raise KvjaxError(f"{args.results} has {name} {document[name]}, not {value}; leave out --keep")
     return document["scores"]
 
 
-def recorded(families: Sequence[str], args: argparse.Namespace) -> Scores:
-    """Those of all records, also of methods that were not yet asked everything."""
+def read_scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
+    """Reads the scores of all records, complete or not."""
     found: Scores = {}
     for family, seed in itertools.product(families, args.seeds):
         folder = _folder(args.out, family, seed)
@@ -156,11 +153,6 @@ def recorded(families: Sequence[str], args: argparse.Namespace) -> Scores:
     return found
 
 
-def _counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
-    """How many contexts there are of each task and seed."""
-    return {(task, seed): len(values) for task, by_seed in by_task.items() for seed, values in by_seed.items()}
-
-
 def _score(record: Mapping[str, Any]) -> float:
     if record.get("bits") is not None:
         return record["bits"]
@@ -168,8 +160,11 @@ def _score(record: Mapping[str, Any]) -> float:
 
 
 def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
-    """The document that the page is made of."""
-    measured = [method for methods in by_family(every).values() for method in methods]
+    """The document from which docs/generate makes the page."""
+    families = by_family(every)
+    measured = [method for methods in families.values() for method in methods]
+    # Pages state bytes in bfloat16, whatever dtype the scores were computed in.
+    planned = {method: planned_bytes(method, model.config, args.length, dtype=DTYPE) for method in measured}
     return {
         "model": args.model,
         "length": args.length,
@@ -177,23 +172,17 @@ def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args:
         "bytes_in": DTYPE,
         "tasks": list(args.tasks),
         "seeds": args.seeds,
-        "full_bytes": planned_bytes(FULL, model.config, args.length, dtype=DTYPE).held["device"],
+        "full_bytes": planned[FULL].held["device"],
         "machine": machine(),
         "points": [dataclasses.asdict(point) for point in every],
-        "bfloat16": {method: bfloat16_fractions(model.config, method, args.length) for method in measured},
-        "scores": scores(list(by_family(every)), args),
+        "bfloat16": {m: (p.fraction_of_full, p.host_fraction_of_full) for m, p in planned.items()},
+        "scores": complete_scores(list(families), args),
         "failed": dict(wrong),
     }
 
 
-def bfloat16_fractions(config: Config, method: str, length: int) -> tuple[float, float]:
-    """What a method holds on the device and on the host, of the exact cache's bytes, both in bfloat16."""
-    planned = planned_bytes(method, config, length, dtype=DTYPE)
-    return planned.fraction_of_full, planned.host_fraction_of_full
-
-
 def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
-    """The methods that are measured, by family; `full`, beside which all are seen, is one of its own."""
+    """The fitted methods by family; the baseline `full` is a family of its own."""
     families = {FULL: [FULL]}
     for point in every:
         families.setdefault(point.family, []).append(point.method)
@@ -201,27 +190,27 @@ def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the command line."""
+    p = make_parser(__doc__)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
-    p.add_argument("--settings", type=Path, default=FAMILIES, help="what is compared (default: equal_bytes.toml)")
-    p.add_argument("--families", type=words, help="only these of the settings, and no sum")
+    p.add_argument("--settings", type=Path, default=FAMILIES, help="the compared methods (default: equal_bytes.toml)")
+    p.add_argument("--families", type=words, help="only these families, and no sum")
     p.add_argument("--sum", action="store_true", help="run nothing")
-    p.add_argument("--keep", action="store_true", help="of methods without records, what --results holds already")
+    p.add_argument("--keep", action="store_true", help="keep the scores of --results for methods without records")
     p.add_argument("--tasks", type=words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")
     p.add_argument("--questions", type=int, default=4, help="per context, where a task has several")
     p.add_argument("--depths", type=int, default=4, help="places of a needle")
     p.add_argument("--batch", type=int, default=8)
-    p.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    p.add_argument("--seeds", type=parse_integers, default=[0, 1, 2])
     p.add_argument("--text", type=Path, help="a UTF-8 text (default: held-out source code)")
     p.add_argument("--out", type=Path, default=Path("runs/equal_bytes"), help="the records")
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
     args = p.parse_args(argv)
     model = kvjax.load(args.model)
-    every = points(model, shares_of(args.shares), args.length, args.settings)
+    every = fit_points(model, shares_of(args.shares), args.length, args.settings)
     families = by_family(every)
     unknown = [name for name in args.families or () if name not in families]
     if unknown:
@@ -232,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             wrong |= measure(model, family, families[family], args)
     if args.sum or not args.families:
         args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
-        progress(f"wrote {args.results}")
+        log_progress(f"wrote {args.results}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_script(main)

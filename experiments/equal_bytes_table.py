@@ -1,9 +1,9 @@
-"""A table of docs/results.md: a choice of methods at a quarter of the bytes in bfloat16, on a real model.
+"""A table of docs/results.md: selected methods at a quarter of the bytes in bfloat16, on a real model.
 
 python -m experiments.equal_bytes_table    prints it
 
-It reads what `python -m experiments.equal_bytes --settings experiments/readme.toml` measured; experiments/README.md has
-the whole command.
+It reads the results of `python -m experiments.equal_bytes --settings experiments/readme.toml`; experiments/README.md
+has the whole command.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from kvjax.eval.page.summary import mean_error
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results" / "readme.smollm2.json"
 FULL = "full"
-QUESTIONS = "turns.essays"  # later questions of a conversation, which no method has seen when it compresses
+QUESTIONS = "turns.essays"  # later questions of a conversation, which come after the compression
 NEEDLES = "niah.essays"
 TEXT = "ppl"
 
 
 class Point(NamedTuple):
-    """What a method holds and answers."""
+    """Bytes and scores of a method."""
 
     method: str
     device: float  # percent of the exact cache's bytes, both in bfloat16
     host: float
     needles: tuple[float, float | None]  # percent right, and its standard error over contexts
     questions: tuple[float, float | None]
-    lost: tuple[float, float | None]  # questions beside the exact cache's, in points, paired by context
-    text: tuple[float, float | None]  # bits per byte above the exact cache's, paired
+    question_gain: tuple[float, float | None]  # over the exact cache, in points, paired by context
+    text_gain: tuple[float, float | None]  # bits per byte above the exact cache, paired
 
 
-def points(document: Mapping[str, Any]) -> list[Point]:
-    """All methods of a document of `experiments.equal_bytes`, from the most bytes on the device to the fewest."""
+def read_points(document: Mapping[str, Any]) -> list[Point]:
+    """Reads all methods of a document of `experiments.equal_bytes`, from the most bytes on the device to the fewest."""
 
     def scores(method: str, task: str) -> np.ndarray:
         by_seed = document["scores"][method][task]
@@ -48,17 +48,17 @@ def points(document: Mapping[str, Any]) -> list[Point]:
     def point(method: str) -> Point:
         device, host = (100 * fraction for fraction in document["bfloat16"][method])
         right = (mean_error(100 * scores(method, task)) for task in (NEEDLES, QUESTIONS))
-        lost = mean_error(100 * (scores(method, QUESTIONS) - scores(FULL, QUESTIONS)))
-        return Point(method, device, host, *right, lost, mean_error(scores(method, TEXT) - scores(FULL, TEXT)))
+        gain = mean_error(100 * (scores(method, QUESTIONS) - scores(FULL, QUESTIONS)))
+        return Point(method, device, host, *right, gain, mean_error(scores(method, TEXT) - scores(FULL, TEXT)))
 
     found = [point(method) for method in document["scores"]]
     return sorted(found, key=lambda p: -p.device)
 
 
-def table(found: Sequence[Point]) -> str:
-    """For docs/results.md, in Markdown."""
+def table(points: Sequence[Point]) -> str:
+    """Formats the table in Markdown."""
     lines = [
-        "| method | device | host | needles | later questions | beside `full` | text, bits per byte |",
+        "| method | device | host | needles | later questions | vs `full` | text, bits per byte |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
 
@@ -66,8 +66,13 @@ def table(found: Sequence[Point]) -> str:
         mean, error = value
         return format(mean, form) + ("" if error is None else f" ±{format(error, form).lstrip('+')}")
 
-    for p in found:
-        cells = (cell(p.needles, ".0f"), cell(p.questions, ".0f"), cell(p.lost, "+.0f"), cell(p.text, "+.3f"))
+    for p in points:
+        cells = (
+            cell(p.needles, ".0f"),
+            cell(p.questions, ".0f"),
+            cell(p.question_gain, "+.0f"),
+            cell(p.text_gain, "+.3f"),
+        )
         lines.append(f"| `{p.method}` | {p.device:.1f}% | {p.host:.1f}% | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -75,9 +80,9 @@ def table(found: Sequence[Point]) -> str:
 def main() -> None:
     """Prints the table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="what experiments.equal_bytes summed up")
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="a document of experiments.equal_bytes")
     args = p.parse_args()
-    print(table(points(json.loads(args.results.read_text()))))
+    print(table(read_points(json.loads(args.results.read_text()))))
 
 
 if __name__ == "__main__":

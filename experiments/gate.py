@@ -1,13 +1,12 @@
-"""A gate trained by gradient: which tokens of a context each head keeps, learned from the answers to later questions.
+"""A gate trained by gradient: it learns from the answers to later questions which tokens each head keeps.
 
 python -m experiments.gate [--steps 240]
 
 A gate is a small network on a slot's key and value, one for each key/value head. In training it is soft: it adds the
-log of a number between 0 and 1 to the slot's logits, and these numbers sum to the budget. The loss is that of answers
-to questions which nobody knew when the context was read; its gradient comes back through `functional.extend` to what
-the gate made of the cache that `functional.prefill` returned. The model stays as it is. In use the gate is hard: the
-slots with the best scores stay. A bound method is static, so a gate's weights stay outside it, and act on the cache
-between two calls.
+log of a number between 0 and 1 to the slot's logits, and these numbers sum to the budget. The loss is the cross entropy
+of answers to questions that come after the context. Its gradient flows through `functional.extend` to the gated cache
+of `functional.prefill`; the model stays frozen. In use the gate is hard: the slots with the best scores stay. A bound
+method is static, so the gate's weights cannot be part of it; they act on the cache between two calls.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ import optax
 from jax import lax
 
 import kvjax
-from experiments.answers import HEADROOM, Questions, answer_nats, compress, draw, extend_each, measure, pack
-from experiments.bench.common import machine, progress, report, table
+from experiments.answers import HEADROOM_TOKENS, Questions, answer_nats, compress, draw, extend_each, measure, pack
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
 from kvjax import Config, Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 
 TASKS = {"phrases": {"questions": 4}, "variables": {}}
-"""The gate is trained on these, and measured on them and on `recall`, in filler of files that training never sees."""
+"""Training tasks and their sizes; measurements use filler from held-out files, and the tasks of UNSEEN too."""
 UNSEEN = {"recall": {"questions": 4}}
-WIDTH = 6  # tokens of a question and its answer, so that all tasks share one program
+QUESTION_TOKENS = 6  # with the answer; one width, so that all tasks share one program
 METHODS = ("random", "snapkv", "expected_attention", "keydiff", "turned_queries", "kvzip")
-# Scores are multiplied by the first at the first step and by the second at the last: a soft choice becomes a hard one.
+# Factors of the scores at the first and the last step: the soft choice hardens during training.
 SHARPNESS = (2.0, 8.0)
 
 Gate = dict[str, Array]
@@ -44,7 +43,7 @@ Gate = dict[str, Array]
 
 
 def init(config: Config, key: Array, width: int = 32) -> Gate:
-    """A gate that scores slots at random."""
+    """Initializes a gate of random weights."""
     first, second = jax.random.split(key)
     heads, inputs = (config.layers, config.kv_heads), 2 * config.head_dim
     return {
@@ -54,11 +53,11 @@ def init(config: Config, key: Array, width: int = 32) -> Gate:
     }
 
 
-def scores(gate: Gate, cache: Cache) -> list[Array]:
+def score_slots(gate: Gate, cache: Cache) -> list[Array]:
     """Scores each layer's slots, f32[B K S]; -inf for empty ones."""
     found = []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
-        # A key's rotation says where it stands, which is not what the gate should look at.
+        # Without rotation the gate cannot select by position.
         k = cache.config.rope.unrotate(layer.k.decode(state.k), state.pos)
         x = jnp.concatenate([_normalize(k, state.pos), _normalize(layer.v.decode(state.v), state.pos)], -1)
         hidden = jax.nn.gelu(jnp.einsum("bksi,kiw->bksw", x, gate["first"][i]) + gate["bias"][i][None, :, None])
@@ -68,16 +67,26 @@ def scores(gate: Gate, cache: Cache) -> list[Array]:
 
 
 def _normalize(x: Array, pos: Array) -> Array:
-    """Vectors [B K S H] over the root of their mean square in a head's filled slots."""
+    """Divides vectors [B K S H] by their root mean square over a head's filled slots."""
     square = (x**2).mean((2, 3), keepdims=True, where=(pos >= 0)[..., None])
     return x * lax.rsqrt(square + 1e-6)
 
 
 def soft_choice(score: Array, budget: int, sharpness: Array, key: Array) -> Array:
-    """Draws a soft choice: log of how much of each slot stays, f32[B K S], by which `budget` slots stay in each head.
+    """Draws a soft choice of `budget` slots in each head.
 
-    The sigmoid of scores with logistic noise (the concrete distribution; Maddison et al. 2017, arXiv 1611.00712).
-    Without noise all slots would stay a little, and attention, whose logits lie far apart, would lose next to nothing.
+    The choice is a sigmoid of scores with logistic noise (the concrete distribution; Maddison et al. 2017, arXiv
+    1611.00712). Without noise every slot would keep a small weight, which hardly changes attention: its logits differ
+    by far more.
+
+    Args:
+      score: f32[B K S], -inf for empty slots.
+      budget: sum of the weights in a head.
+      sharpness: factor of the scores.
+      key: of the noise.
+
+    Returns:
+      f32[B K S], the log of each slot's weight between 0 and 1.
     """
     noisy = sharpness * (score + jax.random.logistic(key, score.shape))
     score = jnp.where(jnp.isfinite(score), noisy, -1e4)
@@ -93,15 +102,15 @@ def soft_choice(score: Array, budget: int, sharpness: Array, key: Array) -> Arra
 
     largest = score.max(-1, keepdims=True) + 30.0
     threshold = lax.stop_gradient(lax.fori_loop(0, 30, halve, (largest - 120.0, largest))[0])
-    # One step of Newton's method gives the threshold its gradient, without which all scores would only rise.
+    # One Newton step gives the threshold its gradient; with a constant threshold all scores would only rise.
     chosen = jax.nn.sigmoid(score - threshold)
     slope = lax.stop_gradient((chosen * (1 - chosen)).sum(-1, keepdims=True))
     threshold = threshold + (chosen.sum(-1, keepdims=True) - budget) / jnp.maximum(slope, 1e-6)
     return jax.nn.log_sigmoid(score - threshold)
 
 
-def with_choice(cache: Cache, choices: Sequence[Array]) -> Cache:
-    """The cache, with what the gate chose softly added to the logits of its slots; what follows is never gated."""
+def add_choice(cache: Cache, choices: Sequence[Array]) -> Cache:
+    """Adds the log weights of a soft choice to the logits of the cache's slots; later tokens are not gated."""
     layers = []
     for state, choice in zip(cache.layers, choices, strict=True):
         layers.append(dataclasses.replace(state, bias=jnp.where(state.pos >= 0, choice, 0.0)))
@@ -109,35 +118,38 @@ def with_choice(cache: Cache, choices: Sequence[Array]) -> Cache:
 
 
 def keep_best(cache: Cache, gate: Gate, budget: int) -> Cache:
-    """The cache without all slots but the best of each head."""
+    """Drops all slots but the `budget` best of each head."""
     layers = []
-    for state, score in zip(cache.layers, scores(gate, cache), strict=True):
+    for state, score in zip(cache.layers, score_slots(gate, cache), strict=True):
         last = lax.top_k(score, budget)[0][..., -1:]
         layers.append(dataclasses.replace(state, pos=jnp.where(score >= last, state.pos, -1)))
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def loss(gate: Gate, model: Model, plan: Any, asked: Questions, budget: int, sharpness: Array, key: Array) -> Array:
-    """Nats per token of the answers, after contexts that the gate has softly reduced to a budget."""
-    num, length = asked.contexts.shape
+def loss(
+    gate: Gate, model: Model, plan: Any, questions: Questions, *, budget: int, sharpness: Array, key: Array
+) -> Array:
+    """Nats per token of the answers after contexts that the gate has softly reduced to a budget."""
+    num, length = questions.contexts.shape
     lengths = jnp.full(num, length, jnp.int32)
-    capacity = length + HEADROOM
-    _, cache = functional.prefill(model.params, asked.contexts, lengths, plan, model.config, capacity)
+    capacity = length + HEADROOM_TOKENS
+    _, cache = functional.prefill(model.params, questions.contexts, lengths, plan, model.config, capacity)
     keys = jax.random.split(key, len(plan))
-    choices = [soft_choice(x, budget, sharpness, k) for x, k in zip(scores(gate, cache), keys, strict=True)]
-    logits = extend_each(model.params, asked.tokens, with_choice(cache, choices))
-    return answer_nats(logits, asked.tokens, asked.is_answer)
+    choices = [soft_choice(x, budget, sharpness, k) for x, k in zip(score_slots(gate, cache), keys, strict=True)]
+    logits = extend_each(model.params, questions.tokens, add_choice(cache, choices))
+    return answer_nats(logits, questions.tokens, questions.is_answer)
 
 
 def train(model: Model, args: argparse.Namespace) -> tuple[Gate, Gate, list[float]]:
-    """The gate before and after training, and the losses on the way; each step has contexts of its own."""
+    """Trains a gate; returns it before and after training, and the losses. Each step draws new contexts."""
     plan = functional.bind("full", model.config)
     optimizer = optax.adam(optax.cosine_decay_schedule(args.rate, args.steps))
 
     @jax.jit
-    def step(gate: Gate, state: Any, arrays: tuple[Array, ...], part: Array, key: Array) -> tuple[Gate, Any, Array]:
-        sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * part
-        value, gradient = jax.value_and_grad(loss)(gate, model, plan, Questions(*arrays), args.budget, sharpness, key)
+    def step(gate: Gate, state: Any, arrays: tuple[Array, ...], progress: Array, key: Array) -> tuple[Gate, Any, Array]:
+        sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * progress
+        options = {"budget": args.budget, "sharpness": sharpness, "key": key}
+        value, gradient = jax.value_and_grad(loss)(gate, model, plan, Questions(*arrays), **options)
         with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
             updates, state = optimizer.update(gradient, state, gate)
         return optax.apply_updates(gate, updates), state, value
@@ -147,37 +159,37 @@ def train(model: Model, args: argparse.Namespace) -> tuple[Gate, Gate, list[floa
     state, losses, names = optimizer.init(gate), [], list(TASKS)
     for i in range(args.steps):
         task = names[i % len(names)]
-        asked = pack(draw(task, args.batch, args.length, args.seed + i, "train", **TASKS[task]), WIDTH)
-        arrays = asked.contexts, asked.tokens, asked.is_answer
+        questions = pack(draw(task, args.batch, args.length, args.seed + i, "train", **TASKS[task]), QUESTION_TOKENS)
+        arrays = questions.contexts, questions.tokens, questions.is_answer
         gate, state, value = step(gate, state, arrays, jnp.float32(i / args.steps), jax.random.fold_in(key, i))
         losses.append(float(value))
         if (i + 1) % max(args.steps // 6, 1) == 0:
-            progress(f"step {i + 1} of {args.steps}: {np.mean(losses[-20:]):.3f} nats")
+            log_progress(f"step {i + 1} of {args.steps}: {np.mean(losses[-20:]):.3f} nats")
     return start, gate, losses
 
 
 def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
-    """Loss and right answers by task and by what chooses."""
+    """Trains a gate; measures it, the exact cache and the methods on every task."""
     start, trained, losses = train(model, args)
     found: dict[str, Any] = {}
     for task, sizes in (TASKS | UNSEEN).items():
-        asked = pack(draw(task, args.contexts, args.length, common.SEED, "held_out", **sizes), WIDTH)
-        full = compress(model, asked.contexts, "full")
-        caches = {"full": full}
-        caches |= {"the gate at its start": keep_best(full, start, args.budget)}
-        caches |= {"the trained gate": keep_best(full, trained, args.budget)}
+        questions = pack(draw(task, args.contexts, args.length, common.SEED, "held_out", **sizes), QUESTION_TOKENS)
+        full = compress(model, questions.contexts, "full")
+        gates = {"the gate at its start": start, "the trained gate": trained}
+        caches = {"full": full} | {name: keep_best(full, gate, args.budget) for name, gate in gates.items()}
         for name, cache in caches.items():
-            found.setdefault(name, {})[task] = measure(model, cache, asked)
+            found.setdefault(name, {})[task] = measure(model, cache, questions)
         for method in args.methods:
             level = ",level=head" if method in ("turned_queries", "kvzip") else ""
             name = f"{method}:budget={args.budget}{level}"
-            found.setdefault(name, {})[task] = measure(model, compress(model, asked.contexts, name), asked)
-        progress(f"{task}: " + ", ".join(f"{name} {x[task]['nats']:.3f}" for name, x in found.items()))
+            found.setdefault(name, {})[task] = measure(model, compress(model, questions.contexts, name), questions)
+        log_progress(f"{task}: " + ", ".join(f"{name} {x[task]['nats']:.3f}" for name, x in found.items()))
     return {"losses": losses, "chosen_by": found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Trains, measures and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
     parser.add_argument("--budget", type=int, default=64, help="tokens that a head keeps")
@@ -186,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=0.01, help="of Adam, at the start")
     parser.add_argument("--contexts", type=int, default=16, help="held-out contexts of each task")
     parser.add_argument(
-        "--methods", type=lambda text: tuple(text.split(",")), default=METHODS, help="methods beside it"
+        "--methods", type=lambda text: tuple(text.split(",")), default=METHODS, help="methods to compare"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -198,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, x in results["chosen_by"].items()
     ]
     title = f"Answers from {args.budget} of {args.length} tokens, {args.contexts} held-out contexts of each task"
-    columns = ("chosen by", *(f"{task}, {what}" for task in names for what in ("nats", "right")))
+    columns = ("selected by", *(f"{task}, {unit}" for task in names for unit in ("nats", "right")))
     notes = [
-        f"Trained on {', '.join(TASKS)}, {args.steps} steps of {args.batch} contexts; {', '.join(UNSEEN)} it never saw."
+        f"Trained on {', '.join(TASKS)}, {args.steps} steps of {args.batch} contexts; never on {', '.join(UNSEEN)}."
     ]
     report("gate", before, [table(title, columns, rows)], notes, {"settings": vars(args), **results})
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -1,11 +1,11 @@
-"""KVCrush: where it can gain, from what its signatures tell apart and what its representatives stand for.
+"""KVCrush's possible gain: the tokens that its signatures distinguish, and the attention on its representatives.
 
 python -m experiments.kvcrush_why [--model smollm2-135m --text essays] [--budgets 1/32,1/16,1/8,1/4,1/2]
 
-Windows of text are read exactly. After --length tokens SnapKV's selection is made, alone and with a quarter of its
-budget for KVCrush's representatives, for representatives drawn evenly among the same candidates, and for KVCrush's with
-the signatures of --join layers joined. What counts is the attention that the next --tokens tokens pay to the prompt:
-how much of it falls on the tokens kept (the mean over layers and heads; the first token, which takes most, apart).
+Windows of text are read exactly. After --length tokens SnapKV selects tokens: alone, with a quarter of its budget for
+KVCrush's representatives, for representatives drawn evenly among the same candidates, and for KVCrush's with the joined
+signatures of --join layers. The measure is the fraction of the next --tokens tokens' attention to the prompt that falls
+on the selected tokens, as the mean over layers and heads. The first token, which takes most attention, is left out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
+from checkpoints_convert.gguf.pretokenizers import split
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import Token, evictable_mask, group_into_units, split_prompt
+from kvjax.cache.eviction.granularity import evictable_mask, group_into_units
 from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
@@ -36,41 +37,41 @@ from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
-WINDOW = 8  # of SnapKV: the last tokens, which always stay
-SHARE = 0.25  # of the budget beside the window, for representatives
+WINDOW_TOKENS = 8  # of SnapKV: the last tokens, which always stay
+SHARE = 0.25  # of the budget without the window, for representatives
 KINDS = ("base", "kvcrush", "joined", "even")
 TITLES = {"base": "SnapKV", "kvcrush": "+ KVCrush", "joined": "+ KVCrush, joined", "even": "+ evenly drawn"}
 
 
-class Layered(NamedTuple):
-    """What is known of one layer, of each row of the windows."""
+class LayerScores(NamedTuple):
+    """Scores, signatures and future attention of one layer's prompt tokens."""
 
-    scores: Array  # f32[B K G T], SnapKV's of the prompt's tokens
+    scores: Array  # f32[B K G T], SnapKV's
     bits: Array  # bool[B T N], the signature of each token that can be evicted
-    future: Array  # f32[B K T], attention of the tokens that follow, the first token left out
+    future: Array  # f32[B K T], attention of the following tokens, 0 for the first token
 
 
-def layered(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> Layered:
-    """The layer's prompt of `length` tokens, and what follows."""
+def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> LayerScores:
+    """Scores the first `length` tokens of a layer's keys and queries."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
     cut = LayerPrompt(prompt.k[:, :, :length], prompt.v[:, :, :length], queries)
-    block, seen = observed_block(layer, cut, lengths)
+    block, observation = observed_block(layer, cut, lengths)
     select = layer.method.select
-    found = select.scorer.scores(block, seen, layer.spec)
+    found = select.scorer.scores(block, observation, layer.spec)
     units = _units(found.per_query_head, block, length)
-    return Layered(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
+    return LayerScores(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
 def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
-    part = split_prompt(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW, Token())
+    part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW_TOKENS, 1)
     by_one = group_into_units(heads, 0, 1)
     valid = evictable_mask(part, by_one.shape[3])
     return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
 
 
 def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
-    """f32[B K T]: the mean attention of the queries length..end-1 to the tokens before them but the first."""
+    """Mean attention of the queries length..end-1 to the prompt's tokens, f32[B K T], 0 for the first token."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))
     p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), MASKED_LOGIT))
@@ -79,12 +80,16 @@ def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "kind"))
-def kept(found: Layered, bits: Array, budget: int, kind: str) -> tuple[Array, Array]:
-    """bool[B K T]: the tokens that stay, and those representatives (the same for all heads) that would have anyway."""
+def select_tokens(found: LayerScores, bits: Array, budget: int, kind: str) -> tuple[Array, Array]:
+    """Selects the budget's tokens in one way of KINDS.
+
+    Returns:
+      bool[B K T], the selected tokens, and the representatives that SnapKV alone would have selected in that head.
+    """
     T = found.scores.shape[3]
     own = found.scores.mean(2)
-    old = jnp.broadcast_to(jnp.arange(T)[None] < T - WINDOW, (own.shape[0], T))
-    quota = budget - WINDOW
+    old = jnp.broadcast_to(jnp.arange(T)[None] < T - WINDOW_TOKENS, (own.shape[0], T))
+    quota = budget - WINDOW_TOKENS
     count = jnp.full(own.shape[0], int(quota * SHARE), jnp.int32)
     best = top_k_mask(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
     if kind == "base":
@@ -109,27 +114,27 @@ def _representatives(bits: Array, valid: Array, candidates: Array, count: Array,
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """Of one layer and budget: f32[B] each."""
+class Coverage:
+    """Fractions of one layer and budget by kind, f32[B] each."""
 
-    kept: dict[str, np.ndarray]  # by kind, the share of the following tokens' attention
-    anyway: dict[str, np.ndarray]  # by kind, of the representatives those that a head would have kept without them
+    kept: dict[str, np.ndarray]  # of the following tokens' attention, on selected tokens
+    anyway: dict[str, np.ndarray]  # of the representatives, those that SnapKV alone would have selected
 
 
-def told(found: Layered, joined: Array, budget: int) -> Told:
-    """What all kinds keep in one layer."""
+def measure_coverage(found: LayerScores, joined: Array, budget: int) -> Coverage:
+    """Measures all kinds in one layer."""
     total, keeps, anyway = found.future.sum((1, 2)), {}, {}
     for kind in KINDS:
-        stays, same = kept(found, joined if kind == "joined" else found.bits, budget, kind)
+        stays, same = select_tokens(found, joined if kind == "joined" else found.bits, budget, kind)
         keeps[kind] = np.asarray(jnp.where(stays, found.future, 0.0).sum((1, 2)) / total)
-        reps = int((budget - WINDOW) * SHARE)
+        reps = int((budget - WINDOW_TOKENS) * SHARE)
         if kind != "base" and reps:
             anyway[kind] = np.asarray(same.mean(1, dtype=jnp.float32).sum(-1) / reps)
-    return Told(keeps, anyway)
+    return Coverage(keeps, anyway)
 
 
 def signatures(bits: np.ndarray) -> dict[str, float]:
-    """Of signatures bool[B T N] of evictable tokens: how many differ, and the share of tokens that have the same."""
+    """Mean number of distinct signatures in bool[B T N], and the fraction of tokens with the most frequent one."""
     counts = [np.unique(row, axis=0, return_counts=True)[1] for row in bits]
     return {
         "bits": bits.shape[2],
@@ -139,31 +144,31 @@ def signatures(bits: np.ndarray) -> dict[str, float]:
 
 
 def measure(model: Model, args: Any) -> dict[str, Any]:
-    """All layers, all budgets."""
+    """Measures all layers at all budgets."""
     rows = common.windows(args, model, args.length + args.tokens)
     exact = read_exactly(model, rows)
-    plan = bind(f"snapkv:budget={args.length},window={WINDOW}", model.config)
-    progress("scores and signatures")
-    found = [layered(layer, prompt, exact, args.length) for layer, prompt in zip(plan, exact.prompts, strict=True)]
+    plan = bind(f"snapkv:budget={args.length},window={WINDOW_TOKENS}", model.config)
+    log_progress("scores and signatures")
+    found = [score_layer(layer, prompt, exact, args.length) for layer, prompt in zip(plan, exact.prompts, strict=True)]
     budgets = {str(share): int(args.length * share) for share in args.budgets}
-    if least := [share for share, budget in budgets.items() if (budget - WINDOW) * SHARE < 1]:
+    if least := [share for share, budget in budgets.items() if (budget - WINDOW_TOKENS) * SHARE < 1]:
         raise KvjaxError(f"of {args.length} tokens {least[0]} leaves no room for representatives; use larger --budgets")
-    results: dict[str, list[Told]] = {share: [] for share in budgets}
+    results: dict[str, list[Coverage]] = {share: [] for share in budgets}
     alone, together = [], []
     for i, layer in enumerate(found):
-        progress(f"layer {i + 1} of {len(found)}")
+        log_progress(f"layer {i + 1} of {len(found)}")
         first = min(max(i - args.join // 2, 0), max(len(found) - args.join, 0))
         joined = jnp.concatenate([x.bits for x in found[first : first + args.join]], -1)
-        old = args.length - WINDOW
+        old = args.length - WINDOW_TOKENS
         alone.append(signatures(np.asarray(layer.bits)[:, :old]))
         together.append(signatures(np.asarray(joined)[:, :old]))
         for share, budget in budgets.items():
-            results[share].append(told(layer, joined, budget))
+            results[share].append(measure_coverage(layer, joined, budget))
     return {
         "length": args.length,
         "windows": len(rows),
         "signatures": {name: _mean(every) for name, every in (("one layer", alone), ("joined", together))},
-        "budgets": {share: _summed(every) for share, every in results.items()},
+        "budgets": {share: _average_layers(every) for share, every in results.items()},
     }
 
 
@@ -171,12 +176,12 @@ def _mean(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([x[name] for x in every])) for name in every[0]}
 
 
-def _summed(every: Sequence[Told]) -> dict[str, Any]:
+def _average_layers(every: Sequence[Coverage]) -> dict[str, Any]:
     """The mean over layers; gains over SnapKV alone with the standard error over windows."""
-    held = {kind: np.mean([layer.kept[kind] for layer in every], 0) for kind in KINDS}
-    gains = {kind: mass - held["base"] for kind, mass in held.items() if kind != "base"}
+    covered = {kind: np.mean([layer.kept[kind] for layer in every], 0) for kind in KINDS}
+    gains = {kind: mass - covered["base"] for kind, mass in covered.items() if kind != "base"}
     return {
-        "kept": {kind: float(mass.mean()) for kind, mass in held.items()},
+        "kept": {kind: float(mass.mean()) for kind, mass in covered.items()},
         "gain": {kind: (float(more.mean()), _standard_error(more)) for kind, more in gains.items()},
         "anyway": {kind: float(np.mean([layer.anyway[kind].mean() for layer in every])) for kind in every[0].anyway},
     }
@@ -186,8 +191,8 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def rows_of(results: Mapping[str, Any]) -> list[list[str]]:
-    """A line per budget."""
+def rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Formats the results, one row per budget."""
     lines = []
     for share, found in results["budgets"].items():
         gains = (f"{100 * mean:+.2f} ± {100 * error:.2f}" for mean, error in found["gain"].values())
@@ -197,24 +202,25 @@ def rows_of(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    """Measures and prints; see the module's docstring."""
+    parser = common.model_parser(__doc__)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens that follow")
-    parser.add_argument("--budgets", type=shares_of, default="1/32,1/16,1/8,1/4,1/2", help="shares of the tokens")
-    parser.add_argument("--join", type=int, default=5, help="layers whose signatures are joined")
+    parser.add_argument("--tokens", type=int, default=128, help="following tokens")
+    parser.add_argument("--budgets", type=shares_of, default="1/32,1/16,1/8,1/4,1/2", help="fractions of the tokens")
+    parser.add_argument("--join", type=int, default=5, help="number of layers with joined signatures")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     results = measure(model, args)
-    title = f"Attention of the next {args.tokens} tokens that falls on what is kept of {args.length}, {args.model}"
+    title = f"Attention of the next {args.tokens} tokens to the tokens kept of {args.length}, {args.model}"
     columns = ("budget", "SnapKV keeps", *(f"{TITLES[kind]}, points" for kind in KINDS[1:]), "kept anyway")
     notes = [
         f"Signatures, {name}: {found['bits']:.0f} bits, {found['distinct']:.1f} distinct ones among "
-        f"{args.length - WINDOW} tokens, the largest bucket holds {found['largest']:.0%}."
+        f"{args.length - WINDOW_TOKENS} tokens, the largest bucket holds {found['largest']:.0%}."
         for name, found in results["signatures"].items()
     ]
-    notes.append("\"Kept anyway\": of KVCrush's representatives, those that a head's own scores keep without KVCrush.")
-    report("kvcrush_why", before, [table(title, columns, rows_of(results))], notes, results)
+    notes.append("\"Kept anyway\": KVCrush's representatives that a head's own scores keep without KVCrush.")
+    report("kvcrush_why", before, [table(title, columns, rows(results))], notes, results)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -1,13 +1,12 @@
-"""What every method keeps and costs on the shipped model: the numbers on the methods' pages.
+"""Measures quality and bytes of every method on the shipped model, for the methods' pages.
 
 python -m experiments.methods            measures every method that experiments/results/methods.json lacks
 python -m experiments.methods --again    measures all of them
-python -m experiments.methods --speed    measures the speed of all; on a machine without other work
+python -m experiments.methods --speed    measures the decode speed of all; needs an idle machine
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -16,40 +15,41 @@ from typing import Any
 
 from rich.progress import track
 
+from experiments.bench.measuring import make_parser
 from kvjax import demo, load
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.harness import SPEED_RUNS
 from kvjax.generation.generate import generate
 from kvjax.methods.registry import load_all
 
-MEASURED = Path(__file__).parent / "results" / "methods.json"
+RESULTS = Path(__file__).parent / "results" / "methods.json"
 
 
-def measured() -> dict[str, dict[str, Any]]:
-    """What was measured, by method string."""
-    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+def read_results() -> dict[str, dict[str, Any]]:
+    """Reads the stored measurements, by method string."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def measure(again: bool = False) -> None:
-    """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
-    found = {} if again else measured()
+def measure(remeasure: bool = False) -> None:
+    """Measures the methods without stored results, or all, on the same contexts as `full`."""
+    found = {} if remeasure else read_results()
     missing = [r.example for r in load_all().values() if r.example not in found]
-    asked = demo.exam(load("testbed"), full=True)
-    for row in demo.measure(asked, tuple(dict.fromkeys(["full", *missing]))):
-        kept = dataclasses.asdict(row)
-        del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
-        found.setdefault(row.method, kept)  # `full`, beside which all are measured, stays
-        _write(found)  # what is done stays if the run is stopped
+    exam = demo.exam(load("testbed"), full=True)
+    for row in demo.measure(exam, tuple(dict.fromkeys(["full", *missing]))):
+        result = dataclasses.asdict(row)
+        del result["tokens_per_second"]  # other work on the machine disturbs it; `measure_speed` takes turns
+        found.setdefault(row.method, result)  # `full` is measured in every run; its first result stays
+        _write(found)  # after every method, so that an interrupted run loses nothing
 
 
 def measure_speed() -> None:
-    """Adds to each method how many times as fast as `full` it decodes, both in turns."""
-    found, asked = measured(), demo.exam(load("testbed"), full=True)
+    """Measures the decode speed of each method over that of `full`, both in turns."""
+    found, exam = read_results(), demo.exam(load("testbed"), full=True)
 
     def rate(method: str) -> float:
-        contexts = [case.context for case in asked.questions]
-        how = {"max_new_tokens": 64, "eos_ids": (), "loop": "while"}
-        return generate(asked.model, contexts, method, **how).tokens_per_second
+        contexts = [case.context for case in exam.questions]
+        options = {"max_new_tokens": 64, "eos_ids": (), "loop": "while"}
+        return generate(exam.model, contexts, method, **options).tokens_per_second
 
     for method, row in track(found.items(), "methods", transient=True):
         row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))
@@ -57,14 +57,14 @@ def measure_speed() -> None:
 
 
 def _write(found: dict[str, dict[str, Any]]) -> None:
-    MEASURED.write_text(json.dumps(found, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def main() -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--again", action="store_true", help="all methods, and not only those that are missing")
-    p.add_argument("--speed", action="store_true", help="how fast they decode, and nothing else")
+    """Runs the command line."""
+    p = make_parser(__doc__)
+    p.add_argument("--again", action="store_true", help="measure all methods, not only the missing ones")
+    p.add_argument("--speed", action="store_true", help="measure the decode speed only")
     args = p.parse_args()
     use_compilation_cache()
     if args.speed:

@@ -382,14 +382,14 @@ def _check(args: argparse.Namespace) -> int:
 def _methods(args: argparse.Namespace) -> None:
     from kvjax.methods import listing
 
-    recipes = listing.chosen(args.names)
+    entries = listing.find_entries(args.names)
     if args.json:
-        print(json.dumps([listing.as_json(recipe) for recipe in recipes], indent=2))
+        print(json.dumps([listing.to_json(entry) for entry in entries], indent=2))
     elif args.names:
-        print("\n".join(listing.details(recipe) for recipe in recipes), end="")
+        print("\n".join(map(listing.format_details, entries)), end="")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(listing.overview(recipes, width))
+        print(listing.format_overview(entries, width))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from kvjax.generation.calls import extend, logits, prefill
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.methods.registry import load_all
-from kvjax.methods.strings import Part, format_methods, method_of, name_of, parse_parts, split_methods
+from kvjax.methods.strings import format_methods, method_of, name_of, parse_parts, split_methods
 from kvjax.models.model import Model
 from kvjax.utils import arguments, display
 
@@ -632,10 +632,10 @@ def _is_users(file: str) -> bool:
 
 def _smaller(name: str, length: int) -> str:
     """An example of a smaller budget for a method that a string makes."""
-    parts = list(split_methods(name))
-    for i, part in enumerate(parts):
-        if sizes := [size for size in load_all()[part.name].sizes if isinstance(part.values.get(size), int)]:
-            given = parse_parts(name)[i].values | dict.fromkeys(sizes, max(length // 3 // len(sizes), 1))
-            parts = parse_parts(name)
-            return f", such as {format_methods([*parts[:i], Part(part.name, given), *parts[i + 1 :]])}"
+    components = list(parse_parts(name))
+    for i, part in enumerate(split_methods(name)):
+        if sizes := [size for size in load_all()[part.name].size_parameters if isinstance(part.values.get(size), int)]:
+            smaller = dict.fromkeys(sizes, max(length // 3 // len(sizes), 1))
+            components[i] = part._replace(values=components[i].values | smaller)
+            return f", such as {format_methods(components)}"
     return ""

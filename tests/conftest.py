@@ -49,7 +49,7 @@ def few_programs():
 
 
 @pytest.fixture
-def clean_catalogue():
+def clean_registry():
     """What a test registers is gone when it ends."""
     before = dict(load_all())
     yield

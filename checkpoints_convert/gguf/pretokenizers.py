@@ -83,7 +83,7 @@ def find_pretokenization(name: str) -> PreTokenization:
     """Returns the pre-tokenizer of a name; raises KvjaxError if there is none."""
     if name not in KNOWN:
         raise KvjaxError(
-            f"tokenizer.ggml.pre {name!r} is not a known pre-tokeniser; known: {', '.join(KNOWN)}; "
+            f"tokenizer.ggml.pre {name!r} is not a known pre-tokenizer; known: {', '.join(KNOWN)}; "
             "convert the safetensors checkpoint instead, which has its own tokenizer.json"
         )
     return KNOWN[name]

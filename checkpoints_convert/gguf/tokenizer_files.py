@@ -129,9 +129,9 @@ def rank_merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, 
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata) -> None:
-    """Adds the tokens that a text may spell out: special tokens, which decoding can omit, and user-defined ones."""
+    """Adds the tokens that a text may spell out: special tokens, which decoding can skip, and user-defined ones."""
     name = read_value(metadata, "general.name", str, "").lower()
-    strips = "phi-3" in name or "phi3" in name  # as llama.cpp does: the format does not store it
+    strips = "phi-3" in name or "phi3" in name  # as llama.cpp does; the format cannot say it
     roles = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")}
     added = []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):

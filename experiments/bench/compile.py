@@ -1,11 +1,11 @@
-"""How long a user waits for the compiler: cold, and with compiled programs on disk.
+"""Compile time: seconds of the first `generate`, cold and with compiled programs on disk.
 
 python -m experiments.bench.compile [--methods "full;snapkv;kivi:bits=2;specache:bits=2"] [--depths 4,12,32]
 python -m experiments.bench.compile --model smollm2-135m [--loop while]
 
-`generate` of one short prompt, which compiles all that it needs: once with an empty folder for compiled programs, once
-more when the process has forgotten them and the folder has not. Seconds of wall-clock time, those of tracing, lowering
-and compiling as JAX reports them, program by program in the JSON document.
+`generate` of one short prompt compiles all that it needs. It runs twice: with an empty folder of compiled programs, and
+again after the process has dropped its programs and reads them from the folder. Figures are seconds of wall clock;
+tracing, lowering and compiling are JAX's own figures, by program in the JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import kvjax
-from experiments.bench.common import integers, machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, make_parser, parse_integers, report, table
 from experiments.bench.shapes import SHAPES
 from kvjax.core import compile_cache
 from kvjax.generation.session import LOOPS
@@ -33,14 +33,14 @@ METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
 STAGES = {
     "trace": "/jax/core/compile/jaxpr_trace_duration",
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "compile": "/jax/core/compile/backend_compile_duration",  # or reading the program from the disk
+    "compile": "/jax/core/compile/backend_compile_duration",  # or the time to read the program from the disk
 }
 PROMPT = list(range(1, 9))
 
 
 @contextlib.contextmanager
-def listened() -> Iterator[dict[str, dict[str, float]]]:
-    """What JAX reports meanwhile: stage -> program -> seconds."""
+def record_stages() -> Iterator[dict[str, dict[str, float]]]:
+    """Collects the seconds that JAX reports within the block, by stage and program."""
     seconds: dict[str, dict[str, float]] = {stage: collections.defaultdict(float) for stage in STAGES}
     stages = {event: stage for stage, event in STAGES.items()}
 
@@ -55,10 +55,10 @@ def listened() -> Iterator[dict[str, dict[str, float]]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def once(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
-    """One `generate` by a process that has forgotten all programs."""
+def time_generate(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
+    """One `generate` after the process has dropped all programs: seconds, stages and the number of programs."""
     compile_cache.clear_compiled()
-    with listened() as seconds:
+    with record_stages() as seconds:
         start = time.perf_counter()
         kvjax.generate(model, [PROMPT], method, max_new_tokens=tokens, eos_ids=(), loop=loop)
         total = time.perf_counter() - start
@@ -66,15 +66,15 @@ def once(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) 
 
 
 def measure(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
-    """Cold, then warm, with a folder of their own."""
-    with kept_in_a_new_folder():
-        runs = {name: once(model, method, tokens, loop) for name in ("cold", "warm")}
+    """One `generate` with an empty folder of compiled programs, then one with that folder."""
+    with new_program_folder():
+        runs = {name: time_generate(model, method, tokens, loop) for name in ("cold", "warm")}
     return {"method": method, "layers": model.config.layers, "loop": loop, **runs}
 
 
 @contextlib.contextmanager
-def kept_in_a_new_folder() -> Iterator[None]:
-    """Compiled programs are, for a while."""
+def new_program_folder() -> Iterator[None]:
+    """Keeps compiled programs in a new folder within the block."""
     before = jax.config.jax_compilation_cache_dir
     with tempfile.TemporaryDirectory() as folder:
         compile_cache.use_compilation_cache(Path(folder))
@@ -90,15 +90,15 @@ COLUMNS = ("method", "layers", "cold, s", "trace", "lower", "compile", "programs
 
 
 def row(cell: dict[str, Any]) -> list[Any]:
-    """A line of the table."""
+    """Formats the results of one method and depth."""
     cold = cell["cold"]
     parts = (f"{sum(cold['stages'][stage].values()):.2f}" for stage in STAGES)
     seconds = [f"{cell[name]['seconds']:.2f}" for name in ("cold", "warm")]
     return [cell["method"], cell["layers"], seconds[0], *parts, cold["programs"], seconds[1]]
 
 
-def models(args: argparse.Namespace) -> Iterator[kvjax.Model]:
-    """The one that was asked for, or one of each depth."""
+def load_models(args: argparse.Namespace) -> Iterator[kvjax.Model]:
+    """The checkpoint --model, or a random model of each depth."""
     if args.model:
         yield kvjax.load(args.model)
         return
@@ -107,24 +107,24 @@ def models(args: argparse.Namespace) -> Iterator[kvjax.Model]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures and prints; see the module's docstring."""
+    p = make_parser(__doc__)
     p.add_argument("--methods", default=METHODS, help='separated by ";"')
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the random models")
-    p.add_argument("--depths", type=integers, default=[4, 12, 32], help="layers of the random models")
+    p.add_argument("--depths", type=parse_integers, default=[4, 12, 32], help="layers of the random models")
     p.add_argument("--model", help="a checkpoint instead")
     p.add_argument("--tokens", type=int, default=8, help="new tokens")
-    p.add_argument("--loop", choices=LOOPS, help="of `generate` (default: what it chooses)")
+    p.add_argument("--loop", choices=LOOPS, help="of `generate` (default: its own choice)")
     args = p.parse_args(argv)
     before, cells = machine(), []
-    for model in models(args):
-        kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # what every first call of a process pays is paid
+    for model in load_models(args):
+        kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # pays the costs of a process's first call
         for method in args.methods.split(";"):
-            progress(f"{method}, {model.config.layers} layers")
+            log_progress(f"{method}, {model.config.layers} layers")
             cells.append(measure(model, method.strip(), args.tokens, args.loop))
     title = f"compiling {args.model or args.shape}: one prompt of {len(PROMPT)} tokens, {args.tokens} new ones"
     title += f", loop {args.loop!r}" if args.loop else ""
-    notes = ["Stages are of the cold run, all programs together; warm programs come from the disk."]
+    notes = ["Stages are sums over all programs of the cold run; the warm run reads its programs from the disk."]
     report("compile", before, [table(title, COLUMNS, map(row, cells))], notes, cells)
 
 

@@ -1,16 +1,14 @@
-"""Decode tokens per second beside transformers' dynamic cache, in one run: same weights, threads, dtype, greedy.
+"""Decode tokens per second of kvjax and of transformers' dynamic cache: same weights, threads, dtype; greedy.
 
 python -m experiments.bench.decode [--models small,125m] [--contexts 512,4096] [--batches 1,4] [--methods "snapkv;int8"]
 
-Both sides decode the same prompt in turns, a few tokens at a time. The limit beside each figure is what the
-machine's memory allows: (bytes of weights + keys and values that a step must read) / bandwidth, the bandwidth
-measured between the same turns. A model that fits the processor's caches can pass it. It is that of the method
-`full`; other methods are measured in the same turns.
+Both sides decode the same prompt in turns, a few tokens at a time. The limit is the rate that memory bandwidth allows
+the method `full`: (bytes of weights, keys and values that a step must read) / bandwidth, the bandwidth measured between
+the same turns. A model that fits the processor's caches can exceed it. Other methods are measured in the same turns.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,24 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
-from experiments.bench.peer import Peer, missing
-from experiments.bench.probes import Probes, read_probes
+from experiments.bench.decoders import (
+    KvjaxDecoder,
+    TransformersDecoder,
+    missing_note,
+    missing_packages,
+    time_decode_steps,
+)
+from experiments.bench.measuring import (
+    Probes,
+    log_progress,
+    machine,
+    make_parser,
+    parse_integers,
+    read_probes,
+    report,
+    summary,
+    table,
+)
 from experiments.bench.shapes import SHAPES, decode_bytes, describe
 
 WARM_UP = 4  # decode steps before the first timed one; both sides must agree on their tokens
@@ -29,17 +41,35 @@ WARM_UP = 4  # decode steps before the first timed one; both sides must agree on
 
 def measure(
     model: kvjax.Model,
-    peer: Peer | None,
+    peer: TransformersDecoder | None,
     probes: Probes,
     context: int,
     batch: int,
+    *,
     steps: int,
     repeats: int,
     methods: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One cell: all sides on one prompt i32[batch, context], ours under `full` and others; seconds are per step."""
+    """Measures one cell of the table: all sides on one prompt.
+
+    Args:
+      model: kvjax's model.
+      peer: the same weights in transformers; None leaves them out.
+      probes: of the machine's memory bandwidth.
+      context: tokens of the prompt.
+      batch: number of sequences.
+      steps: tokens per turn.
+      repeats: turns.
+      methods: of kvjax, next to `full`.
+
+    Returns:
+      seconds per step and tokens per second by side; the limit of `full`, and its bytes and bandwidth.
+
+    Raises:
+      AssertionError: if the two sides choose different first tokens, and so do not compute the same function.
+    """
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context), np.int32)
-    sides: dict[str, Any] = {method: Ours(model, kvjax.parse(method)) for method in ("full", *methods)}
+    sides: dict[str, Any] = {method: KvjaxDecoder(model, kvjax.parse(method)) for method in ("full", *methods)}
     for side in sides.values():
         side.prefill(ids, room=WARM_UP + steps * repeats)
     if peer is not None:
@@ -48,19 +78,18 @@ def measure(
     for side in sides.values():
         side.decode(WARM_UP)
     if peer is not None:
-        same_tokens(sides["full"], peer)
+        check_same_tokens(sides["full"], peer)
 
     size, reads = probes
-    runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
-    seconds = interleaved({**runs, **reads}, repeats)
+    seconds = time_decode_steps(sides, steps, repeats, reads)
     bandwidth = size / min(min(seconds[name]) for name in reads)
-    middle = context + WARM_UP + steps * repeats / 2
+    middle = context + WARM_UP + steps * repeats / 2  # the mean length of the timed steps
     need = decode_bytes(model.config, model.params, batch, middle)
     return {
         "batch": batch,
         "context": context,
-        "seconds_per_step": {name: summary(seconds[name]) for name in runs},
-        "tokens_per_second": {name: batch / summary(seconds[name])["median"] for name in runs},
+        "seconds_per_step": {name: summary(seconds[name]) for name in sides},
+        "tokens_per_second": {name: batch / summary(seconds[name])["median"] for name in sides},
         "bytes_per_step": need,
         "bandwidth": bandwidth,
         "limit": batch * bandwidth / need,
@@ -69,60 +98,60 @@ def measure(
     }
 
 
-def same_tokens(ours: Any, theirs: Any) -> None:
-    """Raises unless both sides have chosen the same tokens: otherwise they do not compute the same thing."""
+def check_same_tokens(ours: Any, theirs: Any) -> None:
+    """Raises AssertionError unless both sides have chosen the same tokens."""
     if not np.array_equal(ours.tokens, theirs.tokens):
         chosen = f"kvjax {ours.tokens.tolist()}, transformers {theirs.tokens.tolist()}"
         raise AssertionError(f"the first greedy tokens differ: {chosen}")
 
 
-COLUMNS = ("model", "context", "batch", "method", "kvjax tok/s", "beside full", "transformers tok/s", "ratio")
+COLUMNS = ("model", "context", "batch", "method", "kvjax tok/s", "vs full", "transformers tok/s", "ratio")
 COLUMNS += ("limit tok/s", "of limit", "MB/step", "GB/s")
 
 
 def rows(name: str, cell: dict[str, Any]) -> list[list[Any]]:
-    """A cell as lines of the table, one per method; the limit is that of `full`."""
+    """Formats a cell, one row per method; only `full` has the limit."""
     rates = dict(cell["tokens_per_second"])
     theirs, full = rates.pop("transformers", None), rates["full"]
     limit = (f"{cell['limit']:.1f}", f"{full / cell['limit']:.0%}")
     limit += (f"{cell['bytes_per_step'] / 1e6:.1f}", f"{cell['bandwidth'] / 1e9:.1f}")
     lines = []
     for method, ours in rates.items():
-        beside = (f"{ours / full:.2f}x", theirs and f"{theirs:.1f}", theirs and f"{ours / theirs:.2f}x")
+        ratios = (f"{ours / full:.2f}x", theirs and f"{theirs:.1f}", theirs and f"{ours / theirs:.2f}x")
         limits = limit if method == "full" else [None] * len(limit)
-        lines.append([name, cell["context"], cell["batch"], method, f"{ours:.1f}", *beside, *limits])
+        lines.append([name, cell["context"], cell["batch"], method, f"{ours:.1f}", *ratios, *limits])
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--contexts", type=integers, default=[512, 4096], help="tokens of the prompt")
-    parser.add_argument("--batches", type=integers, default=[1, 4])
-    parser.add_argument("--methods", default="", help='measured beside full, separated by ";"')
+    parser.add_argument("--contexts", type=parse_integers, default=[512, 4096], help="tokens of the prompt")
+    parser.add_argument("--batches", type=parse_integers, default=[1, 4])
+    parser.add_argument("--methods", default="", help='measured next to full, separated by ";"')
     parser.add_argument("--steps", type=int, default=16, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
     parser.add_argument("--read-megabytes", type=int, default=512, help="size of the bandwidth probe")
     args = parser.parse_args(argv)
 
-    before, lines, shown, results = machine(), [], [], []
+    before, notes, lines, results = machine(), [], [], []
     methods = args.methods.split(";") if args.methods else ()
     probes = read_probes(args.read_megabytes)
     for name in args.models.split(","):
         model = kvjax.random_model(SHAPES[name])
-        lines.append(describe(name, model.config, model.params))
-        peer = None if missing() else Peer(model)
+        notes.append(describe(name, model.config, model.params))
+        peer = None if missing_packages() else TransformersDecoder(model)
         for context in args.contexts:
             for batch in args.batches:
-                progress(f"{name}, context {context}, batch {batch}")
-                cell = measure(model, peer, probes, context, batch, args.steps, args.repeats, methods)
+                log_progress(f"{name}, context {context}, batch {batch}")
+                cell = measure(
+                    model, peer, probes, context, batch, steps=args.steps, repeats=args.repeats, methods=methods
+                )
                 results.append({"model": name, **cell})
-                shown += rows(name, cell)
+                lines += rows(name, cell)
         jax.clear_caches()
-    if missing():
-        lines.append(f"The transformers column is left out: not installed: {missing()} (pip install 'kvjax[parity]').")
-    report("decode", before, [table("Decode, greedy", COLUMNS, shown)], lines, results)
+    report("decode", before, [table("Decode, greedy", COLUMNS, lines)], notes + missing_note(), results)
 
 
 if __name__ == "__main__":

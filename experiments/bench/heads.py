@@ -1,16 +1,15 @@
-"""Decode speed of heads that keep unequal numbers of tokens, beside equal heads in the same bytes, in one run.
+"""Decode speed of heads that keep unequal numbers of tokens, against equal heads in the same bytes, in one run.
 
 python -m experiments.bench.heads [--models small,125m] [--tokens 1024,4096] [--batches 1,8] [--pages 16]
 
-All sides decode in turns, from the same random keys, values and queries: some heads attend narrowly and some widely, so
-that a budget within a layer and one over the model give heads unequal numbers of tokens. Whole pages leave room for
-some tokens more than a budget; unequal heads therefore get a page's tokens less. "tokens of a head" are the fewest, the
-mean and the most that a head of any layer keeps; "MB" is what the cache holds of tokens, and all of its arrays.
+All sides decode in turns from the same random keys, values and queries. Some heads attend to few tokens and some to
+many, so that a budget shared within a layer or over the model gives them unequal numbers of tokens. Pages are rounded
+up to whole ones; unequal heads therefore get one page less of budget. "tokens of a head" are the fewest, the mean and
+the most that a head of any layer keeps; "MB held" counts the stored tokens, "MB in all" all arrays of the cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -20,37 +19,42 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
-from experiments.bench.ours import Ours
+from experiments.bench.decoders import KvjaxDecoder, time_decode_steps
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    make_parser,
+    parse_integers,
+    report,
+    summary,
+    table,
+)
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.generation.reuse.full_kv import FullKV
 
 EQUAL = "equal heads"
+MAX_POSITIONS = 2**20  # no prompt of random keys reaches the model's own limit
 
 
 def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> FullKV:
     """Random keys, values and queries of every layer, as if a prompt had been read; no model runs."""
     c, key = model.config, jax.random.key(0)
-    # Factors of the queries from 1/4 to 4: from heads that attend to all tokens alike to those that attend to few.
+    # Queries are scaled by 1/4 to 4: small ones attend to all tokens alike, large ones to few.
     spread = 4.0 ** jax.random.uniform(key, (c.layers, c.kv_heads), minval=-1.0, maxval=1.0)
 
     def draw(layer: int, which: int, *more: int) -> jax.Array:
         shape = (batch, c.kv_heads, *more, tokens, c.head_dim)
         return jax.random.normal(jax.random.fold_in(key, 3 * layer + which), shape, model.dtype)
 
-    layers = [
-        LayerPrompt(
-            draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * spread[i, None, :, None, None, None].astype(model.dtype)
-        )
-        for i in range(c.layers)
-    ]
+    scale = spread[:, None, :, None, None, None].astype(model.dtype)
+    layers = [LayerPrompt(draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * scale[i]) for i in range(c.layers)]
     lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))
     return FullKV(model, tuple(layers), lengths, logits)
 
 
 def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str]:
-    """What is compared, by its name, for prompts of so many tokens."""
+    """Method strings by the name of their division, for prompts of `tokens` tokens."""
     budget = int(fraction * tokens)
     found = {EQUAL: f"snapkv:budget={budget}"}
     for page in pages:
@@ -60,8 +64,8 @@ def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str
     return found
 
 
-def lengths(cache: kvjax.Cache, prompt: int) -> np.ndarray:
-    """How many of the prompt's tokens each head holds, over all layers and sequences."""
+def head_lengths(cache: kvjax.Cache, prompt: int) -> np.ndarray:
+    """Number of the prompt's tokens in each head of all layers and sequences."""
     heads = [head for layer in kvjax.kept_positions(cache) for row in layer for head in row]
     return np.array([(head < prompt).sum() for head in heads])
 
@@ -69,41 +73,31 @@ def lengths(cache: kvjax.Cache, prompt: int) -> np.ndarray:
 def measure(
     model: kvjax.Model, sides: dict[str, str], batch: int, tokens: int, steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Of each side: seconds of a step, bytes, and the tokens of its heads."""
+    """Seconds per step, bytes, and tokens of the heads, of each side."""
     prompts, room = random_prompts(model, batch, tokens), steps * (repeats + 1)
     loops, cells = {}, {}
     for name, text in sides.items():
-        loops[name] = Ours(model, kvjax.parse(text))
+        loops[name] = KvjaxDecoder(model, kvjax.parse(text))
         loops[name].begin(prompts.under(text, tokens + room), room)
-        held, size = lengths(loops[name].cache, tokens), kvjax.state_bytes(loops[name].cache)
+        kept, size = head_lengths(loops[name].cache, tokens), kvjax.state_bytes(loops[name].cache)
         cells[name] = {
             "method": text,
-            "tokens_of_a_head": [int(held.min()), float(held.mean()), int(held.max())],
+            "tokens_of_a_head": [int(kept.min()), float(kept.mean()), int(kept.max())],
             "bytes": {"held": size.held["device"], "total": size.total["device"]},
         }
     del prompts
-    for loop in loops.values():  # compiled and warm
+    for loop in loops.values():  # compiles
         loop.decode(steps)
-    seconds = interleaved({n: (lambda side=s: side.decode(steps) / steps) for n, s in loops.items()}, repeats)
+    seconds = time_decode_steps(loops, steps, repeats)
     return {name: {**cell, "seconds_per_step": summary(seconds[name])} for name, cell in cells.items()}
 
 
-COLUMNS = (
-    "model",
-    "tokens",
-    "batch",
-    "heads",
-    "tokens of a head",
-    "MB held",
-    "MB in all",
-    "ms/step",
-    "tok/s",
-    "beside equal",
-)
+COLUMNS = ("model", "tokens", "batch", "heads", "tokens of a head", "MB held", "MB in all", "ms/step", "tok/s")
+COLUMNS += ("vs equal",)
 
 
 def rows(model: str, tokens: int, batch: int, cells: dict[str, Any]) -> list[list[Any]]:
-    """The lines of the table of one cell; above 1 is faster than equal heads."""
+    """Formats a cell, one row per side; a ratio above 1 is faster than equal heads."""
     equal = cells[EQUAL]["seconds_per_step"]["median"]
     lines = []
     for name, cell in cells.items():
@@ -115,30 +109,30 @@ def rows(model: str, tokens: int, batch: int, cells: dict[str, Any]) -> list[lis
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--tokens", type=integers, default=[1024, 4096], help="of the prompt")
-    parser.add_argument("--batches", type=integers, default=[1, 8])
+    parser.add_argument("--tokens", type=parse_integers, default=[1024, 4096], help="of the prompt")
+    parser.add_argument("--batches", type=parse_integers, default=[1, 8])
     parser.add_argument("--fraction", type=float, default=0.25, help="of the prompt's tokens, which equal heads keep")
-    parser.add_argument("--pages", type=integers, default=[16], help="slots of a page")
+    parser.add_argument("--pages", type=parse_integers, default=[16], help="slots of a page")
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
     args = parser.parse_args(argv)
 
-    before, lines, shown, results = machine(), [], [], []
+    before, notes, lines, results = machine(), [], [], []
     for name in args.models.split(","):
-        model = kvjax.random_model(dataclasses.replace(SHAPES[name], max_positions=2**20))
-        lines.append(describe(name, model.config, model.params))
+        model = kvjax.random_model(dataclasses.replace(SHAPES[name], max_positions=MAX_POSITIONS))
+        notes.append(describe(name, model.config, model.params))
         for tokens in args.tokens:
             for batch in args.batches:
-                progress(f"{name}, {tokens} tokens, batch {batch}")
+                log_progress(f"{name}, {tokens} tokens, batch {batch}")
                 sides = methods(tokens, args.fraction, args.pages)
                 cells = measure(model, sides, batch, tokens, args.steps, args.repeats)
                 results.append({"model": name, "tokens": tokens, "batch": batch, "sides": cells})
-                shown += rows(name, tokens, batch, cells)
+                lines += rows(name, tokens, batch, cells)
         jax.clear_caches()
-    report("heads", before, [table("Decode, heads of unequal length", COLUMNS, shown)], lines, results)
+    report("heads", before, [table("Decode, heads of unequal length", COLUMNS, lines)], notes, results)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Decode step time as the bytes held in host memory grow: it must not follow them.
+"""Time of a decode step as the bytes in host memory grow: it must not grow with them.
 
 python -m experiments.bench.host [--megabytes 64,256,1024]
 
-The first table runs kvjax.memory alone, in a compiled loop: append one row to a host buffer; append it and recall `n`
-rows per head, drawn at random, of which fewer are in the caches the larger the buffer is.
-The second runs the real decode loop on a cache of random keys and values. KCache reads all keys on the device, which
-takes longer the more tokens there are, wherever the values live; so the same method with its values on the device
-stands beside it, and the difference is what host memory costs. `offload` brings everything back every step and must
-grow. "copies" counts the instructions of the decode program that copy a whole host buffer.
+The first table runs `kvjax.core.memory` alone in a compiled loop, which appends one token vector to a host buffer, and
+one that also fetches `n` vectors per head at random places. (The larger the buffer, the fewer lie in the CPU's caches.)
+The second table runs the real decode loop on random keys and values. KCache reads all keys on the device, and this
+takes longer with more tokens, wherever the values are; the same method with its values on the device is therefore the
+baseline, and the difference is the cost of host memory. `offload` copies everything back every step and must grow.
+"copies" counts the instructions of the decode program that copy a whole host buffer.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -23,8 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table, timed
-from experiments.bench.ours import Ours, random_loop
+from experiments.bench.decoders import KvjaxDecoder, random_loop, time_decode_steps
+from experiments.bench.measuring import (
+    log_progress,
+    machine,
+    make_parser,
+    parse_integers,
+    report,
+    summary,
+    table,
+    time_in_turns,
+    time_run,
+)
 from experiments.bench.shapes import describe
 from kvjax.core import memory
 from kvjax.testing import full_copies
@@ -36,7 +45,7 @@ CONFIG = kvjax.Config(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer, jax.Array]:
-    """Per step i: writes one row of ones at slot i, recalls the rows idx[i], if any; idx i32[steps B K n]."""
+    """Appends ones at slot i and fetches the slots idx[i], i32[B K n], in each step i; returns the buffer and a sum."""
     B, K, _, W = buf.data.shape
     row = jnp.ones((B, K, 1, W), jnp.float32)
 
@@ -50,8 +59,8 @@ def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer
     return jax.lax.scan(step, (buf, jnp.float32(0)), xs)[0]
 
 
-class Rows:
-    """kvjax.memory alone, on one host buffer."""
+class HostBuffer:
+    """A loop of appends and fetches on one host buffer, without a model."""
 
     def __init__(self, megabytes: int, n: int, steps: int, K: int = 4, W: int = 128):
         slots = megabytes * 2**20 // (4 * K * W)
@@ -59,26 +68,26 @@ class Rows:
         self.idx = jnp.asarray(np.random.default_rng(0).integers(0, slots, (steps, 1, K, n), np.int32))
 
     def seconds(self) -> float:
-        """Per step."""
+        """Seconds per step."""
 
         def run():
-            self.buf, total = append_and_recall(self.buf, self.idx)
+            self.buf, total = append_and_recall(self.buf, self.idx)  # donates the buffer
             return total
 
-        return timed(run) / self.idx.shape[0]
+        return time_run(run) / self.idx.shape[0]
 
 
-def memory_alone(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Seconds per step at each size, with `n` rows recalled per head and without."""
-    runs = {(mb, kind): Rows(mb, rows, steps) for mb in sizes for kind, rows in (("append", 0), ("recall", n))}
+def measure_memory(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+    """Seconds per step at each size of the buffer in MB, with `n` vectors fetched per head and without."""
+    runs = {(mb, kind): HostBuffer(mb, rows, steps) for mb in sizes for kind, rows in (("append", 0), ("recall", n))}
     for r in runs.values():
         r.seconds()
-    seconds = interleaved({key: r.seconds for key, r in runs.items()}, repeats)
+    seconds = time_in_turns({key: r.seconds for key, r in runs.items()}, repeats)
     return [{"megabytes": mb, **{kind: summary(seconds[mb, kind]) for kind in ("append", "recall")}} for mb in sizes]
 
 
-def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ours]:
-    """Decode loops whose values take `megabytes` in all, under each method."""
+def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, KvjaxDecoder]:
+    """Decode loops under each method, with `megabytes` of values in all layers together."""
     c = model.config
     tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
     kcache = kvjax.methods.kcache(n=n, device_layers=0)
@@ -91,19 +100,20 @@ def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Ou
 
 
 def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int) -> dict[str, Any]:
-    """One size: seconds per step of each loop, and what the states hold."""
+    """Seconds per step and bytes of each loop, for one size."""
     sides = loops(model, megabytes, n, room=steps * (repeats + 1))
     for side in sides.values():
         side.decode(steps)
-    runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
-    seconds = interleaved(runs, repeats)
+    seconds = time_decode_steps(sides, steps, repeats)
     host, program = sides["kcache"].cache, sides["kcache"].program()
     copies = full_copies(program, host.layers[0].v.data.shape)
     return {
         "tokens": int(host.length[0]),
         "seconds_per_step": {name: summary(s) for name, s in seconds.items()},
         "bytes": {name: kvjax.state_bytes(side.cache).total for name, side in sides.items()},
-        "full_copies": [line for line in copies if "u32" in line],  # keys of that shape are floats, on the device
+        "full_copies": [
+            line for line in copies if "u32" in line
+        ],  # host buffers hold u32 words; device arrays of this shape hold floats
     }
 
 
@@ -112,41 +122,34 @@ COLUMNS += ("offload: MB on host", "us/step ")
 
 
 def row(megabytes: int, cell: dict[str, Any]) -> list[Any]:
-    """A size as a line of the table."""
+    """Formats the results of one size."""
     micro = {name: s["median"] * 1e6 for name, s in cell["seconds_per_step"].items()}
-    held = {name: f"{b['pinned_host'] / 2**20:.0f}" for name, b in cell["bytes"].items()}
+    sizes = {name: f"{b['pinned_host'] / 2**20:.0f}" for name, b in cell["bytes"].items()}
     ours, device = micro["kcache"], micro["kcache, V on device"]
     times = (f"{ours:.0f}", f"{device:.0f}", f"{ours - device:+.0f}")
-    return [
-        megabytes,
-        cell["tokens"],
-        held["kcache"],
-        *times,
-        len(cell["full_copies"]),
-        held["offload"],
-        f"{micro['offload']:.0f}",
-    ]
+    copies = len(cell["full_copies"])
+    return [megabytes, cell["tokens"], sizes["kcache"], *times, copies, sizes["offload"], f"{micro['offload']:.0f}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=integers, default=[64, 256, 1024], help="of values, all layers together")
+    """Measures and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--megabytes", type=parse_integers, default=[64, 256, 1024], help="of values, in all layers")
     parser.add_argument("--n", type=int, default=128, help="values that kcache fetches per head and step")
     parser.add_argument("--steps", type=int, default=16, help="steps per turn of the decode loop")
-    parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of kvjax.memory alone")
+    parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of the first table")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
 
     before, model = machine(), kvjax.random_model(CONFIG)
-    rows = memory_alone(args.megabytes, args.n, args.row_steps, args.repeats)
+    rows = measure_memory(args.megabytes, args.n, args.row_steps, args.repeats)
     cells = {}
     for mb in args.megabytes:
-        progress(f"decode loop, {mb} MB of values")
+        log_progress(f"decode loop, {mb} MB of values")
         cells[mb] = measure(model, mb, args.n, args.steps, args.repeats)
     tables = [
         table(
-            f"kvjax.memory alone, n={args.n}, us/step",
+            f"kvjax.core.memory alone, n={args.n}, us/step",
             ("MB on host", "append", "append and recall"),
             [(r["megabytes"], *(f"{r[k]['median'] * 1e6:.1f}" for k in ("append", "recall"))) for r in rows],
         ),

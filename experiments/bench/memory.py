@@ -1,15 +1,14 @@
-"""Peak memory of loading a model, reading a prompt and decoding, beside what weights and cache need.
+"""Peak memory of loading a model, reading a prompt and decoding, against the bytes of weights and cache.
 
 python -m experiments.bench.memory [--models smollm2-135m,125m] [--dtypes float32,bfloat16] [--tokens 1024]
 
-Each line is a process of its own. "Beyond" is the peak less what the process held before it loaded the model, less the
-weights and the cache: the workspace, compiled programs included. A model that is stored in another dtype is converted
-as it is loaded; a second copy of the weights would show there. `125m` is a random model, saved in float32.
+Each row comes from a process of its own. "Beyond" is the peak minus the memory before loading, the weights and the
+cache: the workspace, with compiled programs. A model that is stored in another dtype is converted while it loads; a
+second copy of the weights would show there. `125m` is a random model, saved in float32.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,26 +18,26 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
-from experiments.bench.process import alone, peak_bytes
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
+from experiments.bench.process import peak_bytes, run_in_process
 from experiments.bench.shapes import SHAPES
 from kvjax.eval.run.command import words
 from kvjax.models import checkpoint
 
-NEW = 16  # tokens that are decoded
+NEW_TOKENS = 16
 STAGES = ("loaded", "read", "decoded")
 
 
-def used(model: str, dtype: str, tokens: int) -> dict[str, int]:
-    """Bytes: held before, the peaks so far after each stage, and what weights and cache take."""
-    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend itself belongs to "before"
+def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
+    """Bytes of this process before loading, its peak after each stage, and the bytes of weights and cache."""
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend itself counts as "before"
     found = {"before": peak_bytes()}
     loaded = jax.block_until_ready(kvjax.load(model, dtype=dtype))
     found["loaded"] = peak_bytes()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
-    context = kvjax.read(loaded, ids, "full", room=NEW)
+    context = kvjax.read(loaded, ids, "full", room=NEW_TOKENS)
     found["read"] = peak_bytes()
-    context.generate(max_new_tokens=NEW, eos_ids=())
+    context.generate(max_new_tokens=NEW_TOKENS, eos_ids=())
     found["decoded"] = peak_bytes()
     found["weights"] = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
     found["cache"] = sum(kvjax.state_bytes(context.cache).total.values())
@@ -46,7 +45,7 @@ def used(model: str, dtype: str, tokens: int) -> dict[str, int]:
 
 
 def row(model: str, dtype: str, tokens: int, found: dict[str, int]) -> list[Any]:
-    """A line of the table, in MB."""
+    """Formats the results of one process, in MB."""
     beyond = {stage: found[stage] - found["before"] - found["weights"] for stage in STAGES}
     beyond = {stage: size - (found["cache"] if stage != "loaded" else 0) for stage, size in beyond.items()}
     sizes = [found["before"], found["weights"], found["cache"], *(found[stage] for stage in STAGES), *beyond.values()]
@@ -58,8 +57,8 @@ COLUMNS += tuple(f"beyond, {stage}" for stage in STAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
     parser.add_argument("--models", type=words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
@@ -73,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 random = kvjax.random_model(SHAPES[name])
                 checkpoint.save(where, random.config, random.params)
             for dtype in args.dtypes:
-                progress(f"{name}, {dtype}")
-                found = alone(used, where, dtype, args.tokens)
+                log_progress(f"{name}, {dtype}")
+                found = run_in_process(measure_peaks, where, dtype, args.tokens)
                 results.append({"model": name, "dtype": dtype, "tokens": args.tokens, **found})
                 lines.append(row(name, dtype, args.tokens, found))
     report("memory", before, [table("Peak memory of a process, MB", COLUMNS, lines)], [], results)

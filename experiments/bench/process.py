@@ -1,4 +1,4 @@
-"""Measurements that need a process of their own, because the peak of a process never falls."""
+"""Measurements in a process of their own: the peak memory of a process never falls, and a compiler can abort it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Peak memory of this process so far."""
     status = Path("/proc/self/status")
-    if status.exists():  # what getrusage tells includes the process that started this one
+    if status.exists():  # getrusage's figure includes the process that started this one
         return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmHWM" in line)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Killed(SystemExit):
-    """A process that a signal ended, as an abort in a compiler does."""
+    """Raised when a signal ended the process, such as an abort in a compiler."""
 
 
-def alone(fun: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a module returns, run in a new process; ends this one with a message where that one fails.
+def run_in_process(fun: Callable[..., Any], *args: Any) -> Any:
+    """Runs a module's function in a new process and returns its result.
 
-    Raises Killed where a signal ended that one.
+    Raises:
+      Killed: if a signal ended the process.
+      SystemExit: if the function failed, which ends this process with a message too.
     """
     spawn = multiprocessing.get_context("spawn")
     answer = spawn.Queue()

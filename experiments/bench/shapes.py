@@ -1,4 +1,4 @@
-"""The models that are measured, and what one step of them must read and compute."""
+"""Shapes of the models that are measured, and the bytes and operations that a step of them needs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 from kvjax.models import Config
 
 SHAPES = {
-    # Byte-level like the shipped model: what is not a matrix product decides its speed.
+    # Byte-level like the shipped model: small matrices, so that everything else decides the speed.
     "small": Config(vocab_size=512, width=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp_width=512),
-    # A Llama of GPT-2's size, its head not tied: 134M parameters, of which 110M are read per step.
+    # A Llama of GPT-2's size with an untied head: 134M parameters; a step reads 110M, all but most of the embedding.
     "125m": Config(vocab_size=32_000, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, mlp_width=2048),
 }
 
 
 def describe(name: str, config: Config, params: Any) -> str:
-    """One line with everything that decides a model's speed."""
+    """One line with the sizes that decide a model's speed."""
     count = sum(x.size for x in jax.tree.leaves(params))
     return (
         f"{name}: {config.layers} layers, width {config.width}, {config.heads} heads of {config.head_dim} "
@@ -27,16 +27,16 @@ def describe(name: str, config: Config, params: Any) -> str:
 
 
 def decode_bytes(config: Config, params: Any, batch: int, context: float) -> float:
-    """Bytes that one exact decode step must read: each weight once, an embedding row per batch row, all K and V."""
+    """Bytes that one exact decode step must read: all weights once, one embedding per sequence, all keys and values."""
     size = params["embedding"].dtype.itemsize
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    if not config.tie_embeddings:
+    if not config.tie_embeddings:  # a tied embedding is read in full, as the head
         weights += (batch - config.vocab_size) * config.width * size
     return weights + 2 * batch * config.layers * config.kv_heads * config.head_dim * context * size
 
 
 def prefill_flops(config: Config, params: Any, batch: int, tokens: int) -> float:
-    """Multiplications and additions of a prefill that returns the last token's logits; causal scores count half."""
+    """Multiplications and additions of a prefill that computes the last token's logits; causal scores count half."""
     head = config.vocab_size * config.width
     matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1) - head * (1 if config.tie_embeddings else 2)
     attention = 2 * 2 * config.layers * config.heads * config.head_dim * tokens * (tokens + 1) / 2

@@ -1,19 +1,17 @@
-"""What a decode step is compiled to, method by method: launches, copies, traffic with the host, bytes.
+"""The compiled decode step of each method: launches, copies, traffic with the host, bytes.
 
 python -m experiments.bench.steps [--methods "full;kcache:n=64"] [--layers 2] [--tokens 1000] [--topology v5e:2x2]
 
-The program is that of a whole loop, and its body is one step. A launch is an instruction that runs by itself: a fusion
-counts once, what stands inside it not. "Host" are those that read or write host memory; "fetches" those that bring
-something from there to the device, and "waits" the fetches behind which nothing else is launched until they are done.
-"Outside" are copies of whole buffers to or from the host, before the loop or behind it. Bytes are those that the
-compiler counts for the program with one step in it; the bound is what an exact step must read. --topology compiles for
-a machine that is not there (`absent.py` says what that wants), each method in a process of its own; without it the
-program is that of this machine. A CPU's program keeps the host's memory not apart from the device's.
+The program is a whole decode loop; the loop's body is one step. A launch is an instruction that runs by itself: a
+fusion counts once, its instructions do not. "host" counts launches that read or write host memory, "fetches" transfers
+from there to the device, "waits" fetches that no other launch overlaps, and "outside" copies of whole host buffers
+before or after the loop. "counted MB" is the compiler's figure for the program with one step; "bound MB" is what an
+exact step must read. --topology compiles for an accelerator that this machine lacks (`cross_compile.py` names the
+packages), each method in a process of its own. A program for a CPU does not separate host from device memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -25,9 +23,9 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.absent import bytes_counted, compiled_for
-from experiments.bench.common import machine, progress, report, table
-from experiments.bench.process import Killed, alone
+from experiments.bench.cross_compile import compile_for, count_bytes
+from experiments.bench.measuring import log_progress, machine, make_parser, report, table
+from experiments.bench.process import Killed, run_in_process
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
 from kvjax.methods.strings import split_list
@@ -36,8 +34,8 @@ from kvjax.utils.arguments import dtype_name
 
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
 METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
-NEW = 8  # tokens that the loop may decode
-HOST = "S(5)"  # XLA's name of the host's memory in a layout
+NEW_TOKENS = 8
+HOST = "S(5)"  # host memory in the layouts of XLA's text form
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][a-z0-9\-]*)\(%?(?P<first>[\w.\-]*)"
@@ -48,53 +46,53 @@ PRODUCTS = {"dot", "convolution"}
 
 
 class Launch(NamedTuple):
-    """One instruction of a compiled program: what it is called, what it gives, its kind and first operand."""
+    """One instruction of a compiled program."""
 
     name: str
-    type: str
+    type: str  # of its result
     kind: str
-    first: str
+    first: str  # operand
     line: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the compiled loop does in one step, and once before it."""
+    """Counts of one step of a compiled loop, and of the copies outside the loop."""
 
     launches: int
     fusions: int
-    products: int  # that are in no fusion
+    products: int  # outside fusions
     copies: int
-    host: int  # launches that touch the host's memory
-    fetches: int  # launches that bring something from the host
-    waits: int  # fetches that nothing runs beside
-    outside: int  # copies of whole host buffers before or behind the loop
+    host: int  # launches that read or write host memory
+    fetches: int  # transfers from the host to the device
+    waits: int  # fetches that no other launch overlaps
+    outside: int  # copies of whole host buffers before or after the loop
 
     @classmethod
     def of(cls, program: str) -> Step:
-        """Read off the text of a compiled program; raises KvjaxError where it has no loop."""
-        parts, entry = _computations(program)
+        """Counts in the text of a compiled program; raises KvjaxError if it has no loop."""
+        parts, entry = _split_computations(program)
         loops = [name for line in parts[entry] if " while(" in line for name in re.findall(r"body=%?([\w.\-]+)", line)]
         if not loops:
             raise KvjaxError("the compiled program has no loop")
-        body = max((list(_within(parts, name)) for name in loops), key=len)
+        body = max((list(_launches(parts, name)) for name in loops), key=len)
         launched = [x for x in body if not x.kind.endswith("-done")]
         kinds = collections.Counter(x.kind for x in launched)
-        beside = _beside_fetches(body)
+        overlaps = _fetch_overlaps(body)
         return cls(
             launches=len(launched),
             fusions=kinds["fusion"],
             products=sum(kinds[kind] for kind in PRODUCTS),
             copies=kinds["copy"] + kinds["copy-start"],
             host=sum(HOST in x.line for x in launched),
-            fetches=len(beside),
-            waits=beside.count(0),
+            fetches=len(overlaps),
+            waits=overlaps.count(0),
             outside=sum(" copy-start(" in line and HOST in line for line in parts[entry]),
         )
 
 
-def _computations(program: str) -> tuple[dict[str, list[str]], str]:
-    """(the lines of each computation by its name, the name of the first that runs)."""
+def _split_computations(program: str) -> tuple[dict[str, list[str]], str]:
+    """(the lines of each computation by its name, the name of the entry computation)."""
     parts: dict[str, list[str]] = {}
     entry = name = ""
     for line in program.splitlines():
@@ -107,25 +105,22 @@ def _computations(program: str) -> tuple[dict[str, list[str]], str]:
     return parts, entry
 
 
-def _within(parts: dict[str, list[str]], name: str) -> Iterator[Launch]:
-    """What a computation launches and waits for, with that of the loops, calls and branches in it."""
+def _launches(parts: dict[str, list[str]], name: str) -> Iterator[Launch]:
+    """Launches of a computation and of the loops, calls and branches in it."""
     for line in parts[name]:
         found = INSTRUCTION.match(line)
         if found is None or found["kind"] in FREE:
             continue
         if found["kind"] in ("while", "call", "conditional"):
             for part in PARTS.findall(line):
-                yield from _within(parts, part)
+                yield from _launches(parts, part)
         else:
             yield Launch(**found.groupdict(), line=line)
 
 
-def _beside_fetches(body: Sequence[Launch]) -> list[int]:
-    """For each thing that is brought from the host, how many launches stand between its start and the wait for it.
-
-    Other transfers do not count.
-    """
-    started: dict[str, int] = {}  # what else had been launched by then
+def _fetch_overlaps(body: Sequence[Launch]) -> list[int]:
+    """For each fetch from the host, the number of launches between its start and its end, other transfers left out."""
+    started: dict[str, int] = {}  # fetch -> launches before it
     launched, found = 0, []
     for x in body:
         if x.kind.endswith("-start"):
@@ -137,20 +132,20 @@ def _beside_fetches(body: Sequence[Launch]) -> list[int]:
     return found
 
 
-def measured(config: Config, dtype: str, method: str, tokens: int, topology: str | None) -> dict[str, Any]:
-    """The step of a method behind a random prompt, as a record."""
+def compile_step(config: Config, dtype: str, method: str, tokens: int, topology: str | None) -> dict[str, Any]:
+    """Compiles the decode loop of a method after a random prompt; returns its counts as a record."""
     model = kvjax.random_model(config, dtype=dtype)
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
-    decoding = kvjax.read(model, ids, method, room=NEW).start(max_new_tokens=NEW, loop="while")
+    decoding = kvjax.read(model, ids, method, room=NEW_TOKENS).start(max_new_tokens=NEW_TOKENS, loop="while")
     program, arguments = decoding.loop_program()
     if topology:
-        compiled = compiled_for(topology, program, arguments, static=("target",))
+        compiled = compile_for(topology, program, arguments, static=("target",))
     else:
         compiled = program.lower(**arguments).compile()
     sizes = compiled.memory_analysis()
     found = dataclasses.asdict(Step.of(compiled.as_text()))
     found |= {"device_bytes": sizes.argument_size_in_bytes, "host_bytes": sizes.host_argument_size_in_bytes}
-    found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": bytes_counted(compiled)}
+    found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": count_bytes(compiled)}
     return {"method": method, **found, "bound_bytes": int(decode_bytes(model.config, model.params, 1, tokens))}
 
 
@@ -159,7 +154,7 @@ COLUMNS += ("device MB", "host MB", "workspace MB", "counted MB", "bound MB")
 
 
 def row(found: dict[str, Any]) -> list[Any]:
-    """A line of the table; of a method that the compiler did not survive, the dashes say so."""
+    """Formats a record; dashes where the compiler was killed."""
     if len(found) == 1:
         return [found["method"], *[None] * (len(COLUMNS) - 1)]
     sizes = [found[f"{name}_bytes"] / 1e6 for name in ("device", "host", "workspace", "counted", "bound")]
@@ -167,29 +162,32 @@ def row(found: dict[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compiles and prints; see the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compiles and prints; see the module's docstring."""
+    parser = make_parser(__doc__)
     parser.add_argument("--methods", type=split_list, default=split_list(METHODS), help='separated by ";"')
     parser.add_argument("--shape", choices=SHAPES, default="125m")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")
     parser.add_argument("--dtype", type=dtype_name, choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--topology", help="compile for what is not there: h200, or a TPU such as v5e:2x2")
+    parser.add_argument("--topology", help="compile for another accelerator: h200, or a TPU such as v5e:2x2")
     args = parser.parse_args(argv)
     before, results = machine(), []
     config = dataclasses.replace(SHAPES[args.shape], layers=args.layers)
-    measure = functools.partial(alone, measured) if args.topology else measured  # such a compiler may end its process
+    # A compiler for another machine may abort the process.
+    measure = functools.partial(run_in_process, compile_step) if args.topology else compile_step
     for method in args.methods:
-        progress(method)
+        log_progress(method)
         try:
             results.append(measure(config, args.dtype, method, args.tokens, args.topology))
         except Killed as e:
-            progress(f"{method}: {e}")
+            log_progress(f"{method}: {e}")
             results.append({"method": method})
     where = args.topology or f"this machine's {jax.default_backend()}"
-    title = f"A step of {args.layers} layers of {args.shape}, {args.dtype}, {args.tokens} tokens held, for {where}"
-    told = table(title, COLUMNS, [row(found) for found in results])
-    report("steps", before, [told], [], {"settings": vars(args), "steps": results})
+    title = (
+        f"A step of {args.layers} layers of {args.shape}, {args.dtype}, {args.tokens} tokens in the cache, for {where}"
+    )
+    lines = [row(found) for found in results]
+    report("steps", before, [table(title, COLUMNS, lines)], [], {"settings": vars(args), "steps": results})
 
 
 if __name__ == "__main__":

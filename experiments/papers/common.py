@@ -1,4 +1,4 @@
-"""What the scripts share: arguments, the quality of methods on one model, decode loops, plots, errors."""
+"""Shared by the scripts: command lines, the quality of methods on one model, plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.common import progress
+from experiments.bench.measuring import log_progress, make_parser
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
@@ -23,17 +23,17 @@ from kvjax.models.tokenizer import FILE
 from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.methods.full()
-SEED = 2**32 + 1  # training seeds are below 2**32
+SEED = 2**32 + 1  # seeds of training contexts are below 2**32
 
 
-def tasks_said(known: Iterable[str]) -> str:
-    """The help of --tasks; known: the tasks in the shipped model's symbols."""
+def tasks_help(known: Iterable[str]) -> str:
+    """Help text of --tasks; `known` are the tasks in the shipped model's symbols."""
     return f"of the shipped model: {', '.join(known)}; of any other: {', '.join(questions.TASKS)}"
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """The arguments that every script with a model has."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def model_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options of every script that loads a model."""
+    p = make_parser(doc)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--text", type=Path, help="a UTF-8 text to continue, or essays (default: held-out source code)")
@@ -42,26 +42,26 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return p
 
 
-def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
-    """The arguments of `measure`, and --group."""
-    p.add_argument("--tasks", type=words, default=["variables"], help=tasks_said(tasks.TASKS))
+def add_quality_options(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
+    """Adds the options of `measure`, and --group."""
+    p.add_argument("--tasks", type=words, default=["variables"], help=tasks_help(tasks.TASKS))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
-    p.add_argument("--batch", type=int, default=8, help="rows at a time")
+    p.add_argument("--batch", type=int, default=8, help="sequences at a time")
     if group:
         p.add_argument("--group", type=int, default=32, help="elements that share a scale and a minimum")
     p.add_argument(
         "--ask",
         choices=("prompt", "cache"),
         default="prompt",
-        help="prompt: the question ends the exact prefill, as in the papers; cache: it is asked of the finished cache",
+        help="prompt: the question ends the exact prefill, as in the papers; cache: it follows the compressed cache",
     )
     return p
 
 
-def run(main: Callable[[], None]) -> None:
-    """Runs a script; compiled programs are kept on disk, and an unusable input ends with one line and status 1."""
+def run_script(main: Callable[[], None]) -> None:
+    """Runs a script with compiled programs on disk; an unusable input ends it with one line and status 1."""
     use_compilation_cache()
     try:
         main()
@@ -70,7 +70,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
-    """`args.contexts` held-out instances of a task, those of symbols in filler of code and of noise in turn."""
+    """Draws `args.contexts` held-out instances of a task; tasks of symbols alternate filler of code and of noise."""
     if task in questions.TASKS:
         return questions.in_text(args, model, task)
     fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
@@ -82,13 +82,18 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
 
 
 def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
-    """i32[n length], at most `args.windows` windows spread over the text, each opened as the tokenizer opens a text."""
+    """At most `args.windows` windows spread over the text, i32[n length], each with the tokenizer's first tokens."""
     if args.text is None and knows_symbols(model):
         ids, opening = corpus.load("held_out").tokens, []
     else:
         if model.tokenizer is None:
             raise KvjaxError(f"{model.name} has no {FILE} to turn text into tokens; copy the model's {FILE} there")
-        ids = np.array(model.tokenizer.encode(_text(args.text), special_tokens=False))
+        if args.text is None:
+            held_out = corpus.load("held_out").tokens
+            text = held_out[held_out < 256].astype(np.uint8).tobytes().decode(errors="replace")
+        else:
+            text = packaged.read(args.text)
+        ids = np.array(model.tokenizer.encode(text, special_tokens=False))
         opening = model.tokenizer.encode("")
     body = length - len(opening)
     whole = len(ids) // body
@@ -100,20 +105,22 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
     return np.stack([np.concatenate([opening, ids[i * body : (i + 1) * body]]) for i in chosen]).astype(np.int32)
 
 
-def _text(path: Path | None) -> str:
-    if path is None:
-        tokens = corpus.load("held_out").tokens
-        return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
-    return packaged.read(path)
-
-
 def answers(
     model: Model, methods: Mapping[str, Method], batch: Sequence[tasks.Instance], ask: str
 ) -> dict[str, list[bool]]:
-    """Whether each question of a batch of contexts is answered exactly, greedily, under each method.
+    """Asks the questions of a batch of contexts under each method, greedily.
 
-    The contexts are read once, exactly; each method then makes its cache of their keys and values, with the question
-    ("prompt": the first answer token is exact, as in the papers) or without it ("cache": it is fed to the method).
+    The contexts are read once, exactly; each method compresses these keys and values.
+
+    Args:
+      model: the model.
+      methods: by name.
+      batch: contexts with equally many questions.
+      ask: "prompt": the question is part of what the method compresses, so the first answer token is exact, as in the
+        papers; "cache": the method compresses the context alone and then reads the question.
+
+    Returns:
+      by method, whether the answer to each question is exactly right.
     """
     right: dict[str, list[bool]] = {name: [] for name in methods}
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
@@ -123,44 +130,45 @@ def answers(
         more = {"max_new_tokens": longest_answer, "eos_ids": ()}
         known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
-            context = under(method, known)
+            context = compress(method, known)
             out = context.generate(**more) if ask == "prompt" else context.ask(prompts, **more)
             right[name] += [q.right(t) for t, q in zip(out.tokens, asked, strict=True)]
     return right
 
 
-def under(method: Method, context: Context) -> Context:
-    """What a method makes of keys and values that a context holds in full; for methods that look at no query."""
+def compress(method: Method, context: Context) -> Context:
+    """Compresses the keys and values of a context under `full`; only for methods that observe no queries."""
     return full_kv_from_context(context).under(method, context.cache.capacity)
 
 
 def continuations(
     model: Model, methods: Mapping[str, Method], rows: np.ndarray, context: int
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Teacher-forced decoding of rows i32[B T] after an exact reading of the first `context` tokens.
+    """Teacher-forced decoding of texts i32[B T] after an exact prefill of their first `context` tokens.
 
-    The first decoded token's logits are the prompt's, hence left out. Per method: (bits per token f32[B], the
-    likeliest tokens i32[B T-context-1]).
+    Returns:
+      by method, bits per token f32[B] and the likeliest tokens i32[B T-context-1]. The first decoded token is left out:
+      its logits come from the exact prefill.
     """
     exact, found = kvjax.read(model, rows[:, :context], FULL, capacity=rows.shape[1]), {}
     for name, method in methods.items():
-        logp, likeliest = zip(*under(method, exact).score(rows[:, context:]), strict=True)
+        logp, likeliest = zip(*compress(method, exact).score(rows[:, context:]), strict=True)
         bits = -np.stack(logp)[:, 1:].mean(1) / np.log(2)
         found[name] = bits, np.stack(likeliest)[:, 1:]
     return found
 
 
 def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """One record per method, `full` first: accuracy per task, bits per token of text, agreement with `full`."""
+    """Measures accuracy per task, bits per token of text, and agreement with `full`; returns a record per method."""
     methods = {text: kvjax.parse(text) for text in ("full", *texts)}
     records = {name: {"method": name, "tasks": {}} for name in methods}
-    for task in questions.asked(model, args.tasks):
+    for task in questions.select_tasks(model, args.tasks):
         right: dict[str, list[bool]] = {name: [] for name in methods}
         for batch in batches(instances(args, model, task), args.batch, task):
             for name, more in answers(model, methods, batch, args.ask).items():
                 right[name] += more
         for name, r in right.items():
-            records[name]["tasks"][task] = share(r)
+            records[name]["tasks"][task] = accuracy(r)
     parts: dict[str, list] = {name: [] for name in methods}
     for rows in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
         for name, part in continuations(model, methods, rows, args.length).items():
@@ -174,51 +182,51 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
 
 
 def batches(rows: Any, size: int, what: str):
-    """Slices of `size`, each announced on stderr."""
+    """Yields slices of `size` rows and logs each on stderr."""
     for i in range(0, len(rows), size):
-        progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
+        log_progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
         yield rows[i : i + size]
 
 
-def share(right: Sequence[bool]) -> dict[str, float]:
-    """Share of questions answered exactly, with its binomial standard error."""
+def accuracy(right: Sequence[bool]) -> dict[str, float]:
+    """Fraction of right answers, with its binomial standard error."""
     p = float(np.mean(right))
     return {"accuracy": p, "error": (p * (1 - p) / len(right)) ** 0.5, "questions": len(right)}
 
 
-def average(record: Mapping[str, Any]) -> float:
-    """Mean accuracy over the tasks of a record of `measure`, in percent; without tasks its agreement with `full`."""
+def mean_accuracy(record: Mapping[str, Any]) -> float:
+    """Mean accuracy over the tasks of a record of `measure`, in percent; without tasks, the agreement with `full`."""
     right = [t["accuracy"] for t in record["tasks"].values()] or [record["agreement"]]
     return 100 * float(np.mean(right))
 
 
-def brief(records: Iterable[Mapping[str, Any]]) -> str:
-    """Methods with their averages, for the table of all scripts."""
-    return "; ".join(f"{r['method']} {average(r):.1f}%" for r in records)
+def summarize_accuracy(records: Iterable[Mapping[str, Any]]) -> str:
+    """One line with the mean accuracy of each method."""
+    return "; ".join(f"{r['method']} {mean_accuracy(r):.1f}%" for r in records)
 
 
-def columns(args: argparse.Namespace, model: Model) -> tuple[str, ...]:
-    """Headings of `cells`."""
-    return (*questions.asked(model, args.tasks), "bits/B" if knows_symbols(model) else "bits/token", "= full")
+def record_columns(args: argparse.Namespace, model: Model) -> tuple[str, ...]:
+    """Headings of the cells of `format_record`."""
+    return (*questions.select_tasks(model, args.tasks), "bits/B" if knows_symbols(model) else "bits/token", "= full")
 
 
-def cells(record: Mapping[str, Any]) -> list[str]:
-    """A record of `measure` for people."""
+def format_record(record: Mapping[str, Any]) -> list[str]:
+    """Formats a record of `measure` as cells of a table."""
     right = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in record["tasks"].values()]
     return [*right, f"{record['bits']:.3f} ±{record['bits_error']:.3f}", f"{record['agreement']:.1%}"]
 
 
-def protocol(args: argparse.Namespace, model: Model, records: Sequence[Mapping[str, Any]]) -> str:
-    """One line on what the columns mean."""
+def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[Mapping[str, Any]]) -> str:
+    """One line that explains the columns of `format_record`."""
     kind = "bytes" if knows_symbols(model) else "tokens"
-    where = "in the exact prompt" if args.ask == "prompt" else "asked of the finished cache"
-    asked = [f"{t}: {r['questions']} questions" for t, r in records[0]["tasks"].items()]
+    where = "in the exact prompt" if args.ask == "prompt" else "asked of the compressed cache"
+    counts = [f"{t}: {r['questions']} questions" for t, r in records[0]["tasks"].items()]
     text = f"text: {records[0]['tokens']:,} {kind} decoded after {args.length:,}; = full: likeliest token as in `full`"
-    return "; ".join([*asked, *[f"questions {where}"] * bool(asked), text]) + "; ± standard errors."
+    return "; ".join([*counts, *[f"questions {where}"] * bool(counts), text]) + "; ± standard errors."
 
 
-def figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
-    """Writes a plot; draw(axes) gets one axis, or a row of them."""
+def save_figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
+    """Draws and writes a plot; `draw` gets one axis, or a row of them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -229,4 +237,4 @@ def figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=150)
     plt.close(fig)
-    progress(f"wrote {path}")
+    log_progress(f"wrote {path}")

@@ -1,9 +1,9 @@
-"""Recall against budget for all eviction methods, with and without KVCrush, beside methods that offload.
+"""Recall against budget for all eviction methods, with and without KVCrush, and for methods that offload.
 
 python -m experiments.papers.eviction_curves [--budgets 64,128,256,512] [--methods snapkv,h2o] [--out out]
 
-An eviction method's budget is the tokens that it keeps of the context per layer and head; of an offload method, which
-loses nothing, it is the rows that a step fetches from the host.
+The budget of an eviction method is the number of tokens that a head keeps of the context. An offload method loses
+nothing; its budget is the number of tokens that a step fetches from the host.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from rich.table import Table
 
 import kvjax
-from experiments.bench.common import integers, machine, report, table
+from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
-from experiments.papers.eviction import WHEN, Found, arguments, measure
+from experiments.papers.eviction import WHEN, Measurements, eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    EXPLAINED,
+    LEGEND,
     NAMES,
     Line,
-    average,
     document,
-    figure,
-    save,
+    make_panels,
+    mean_score,
+    save_panels,
     signature_note,
 )
 from kvjax import KvjaxError
@@ -35,7 +35,7 @@ from kvjax.eval.page.charts import percents
 
 
 def infllm(budget: int) -> str:
-    """Sinks, blocks and window that make up the budget, divided about as in its authors' configuration."""
+    """Divides the budget among sinks, blocks and window, about as in the authors' configuration."""
     sinks, topk = budget // 16, max(3 * budget // 128, 1)
     local = budget - sinks - 16 * topk
     return f"infllm:block=16,sinks={sinks},local={local},topk={topk},chunk={min(64, local)}"
@@ -68,67 +68,66 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """As tables and plots call it."""
+        """Name in tables and plots."""
         return self.name + (" + kvcrush" if self.lines[0].base else "")
 
 
 def curves(names: Sequence[str], budgets: Sequence[int], share: float) -> list[Curve]:
-    """Each method, and where it has a budget to share, with KVCrush behind it."""
-    out = []
+    """Each method alone and, if it has a budget that KVCrush can share, with KVCrush."""
+    found = []
     for name in names:
         if name not in METHODS:
             raise KvjaxError(f"unknown method {name!r}; use {', '.join(METHODS)}")
         alone = [METHODS[name](b) for b in budgets]
-        out.append(Curve(name, tuple(Line(f"{name} {b}", m) for b, m in zip(budgets, alone, strict=True))))
+        found.append(Curve(name, tuple(Line(f"{name} {b}", m) for b, m in zip(budgets, alone, strict=True))))
         if name in CRUSHED:
             crush = [f"{m} + kvcrush:share={share}" for m in alone]
             pairs = zip(budgets, crush, alone, strict=True)
-            out.append(Curve(name, tuple(Line(f"{name} + kvcrush {b}", m, base) for b, m, base in pairs)))
-    return out
+            found.append(Curve(name, tuple(Line(f"{name} + kvcrush {b}", m, base) for b, m, base in pairs)))
+    return found
 
 
-def drop(found: Found, method: str) -> tuple[float, float]:
-    """What the later questions lose beside the first, beyond what they lose under `full`: (mean, standard error)."""
+def later_loss(found: Measurements, method: str) -> tuple[float, float]:
+    """Loss from the first to the later questions, minus the same loss under `full`: (mean, standard error)."""
 
-    def lost(m):
-        first, later = (np.concatenate([_means(found, m, t, w) for t in found.tasks("first")]) for w in WHEN[:2])
+    def loss(m):
+        first, later = (
+            np.concatenate([found.outcomes[m, task, when].right.mean(1) for task in found.tasks("first")])
+            for when in WHEN[:2]
+        )
         return first - later
 
-    x = lost(method) - lost("full")
+    x = loss(method) - loss("full")
     return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
 
-def _means(found: Found, method: str, task: str, when: str) -> np.ndarray:
-    return found.outcomes[method, task, when].right.mean(1)
-
-
-def tables(found: Found, every: Sequence[Curve], budgets: Sequence[int], length: int) -> list[Table]:
-    """For each time of asking a table: methods down, budgets across; and what the later questions lose."""
+def tables(found: Measurements, every: Sequence[Curve], budgets: Sequence[int], length: int) -> list[Table]:
+    """A table of methods by budgets for each time of asking, and one of the later questions' loss."""
     columns = ["method", *map(str, budgets)]
-    out = []
+    made = []
     for when in [w for w in (*WHEN, "text") if found.tasks(w)]:
         field, scale, digits = ("nats", 1, 3) if when == "text" else ("right", 100, 1)
 
-        def shown(method, when=when, field=field, scale=scale, digits=digits):
+        def format_cell(method, when=when, field=field, scale=scale, digits=digits):
             mean, error = found.score(method, when, field)
             return f"{scale * mean:.{digits}f} ±{scale * error:.{digits}f}"
 
-        rows = [("full", *[shown("full")] * len(budgets))]
-        rows += [(c.label, *(shown(line.method) for line in c.lines)) for c in every]
+        rows = [("full", *[format_cell("full")] * len(budgets))]
+        rows += [(c.label, *(format_cell(line.method) for line in c.lines)) for c in every]
         title = "text, nats per token" if when == "text" else f"{NAMES[when]}, % right"
-        out.append(table(f"{title}, by budget; contexts of {length} tokens", columns, rows))
+        made.append(table(f"{title}, by budget; contexts of {length} tokens", columns, rows))
     if found.tasks("first") and found.tasks("later"):
-        losses = [(c.label, *(drop(found, line.method) for line in c.lines)) for c in every]
+        losses = [(c.label, *(later_loss(found, line.method) for line in c.lines)) for c in every]
         rows = [(label, *(f"{100 * m:+.1f} ±{100 * s:.1f}" for m, s in x)) for label, *x in losses]
-        out.append(table("lost from the first to the later questions, points beyond what full loses", columns, rows))
-    return out
+        made.append(table("lost from the first to the later questions, points beyond what full loses", columns, rows))
+    return made
 
 
-def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int]) -> str:
-    """A panel per time of asking; dashed: with KVCrush; stars: methods that offload."""
+def plot(path: Path, found: Measurements, every: Sequence[Curve], budgets: Sequence[int]) -> str:
+    """Draws a panel per time of asking; dashed lines have KVCrush, stars mark methods that offload."""
     whens = [w for w in WHEN if found.tasks(w)] or ["text"]
     field, scale = ("nats", 1) if whens == ["text"] else ("right", 100)
-    fig, axes = figure(path, len(whens))
+    fig, axes = make_panels(path, len(whens))
     colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(c.name for c in every))}
     for ax, when in zip(axes, whens, strict=True):
         for c in every:
@@ -142,14 +141,15 @@ def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int
         ax.set_xticks(budgets, list(map(str, budgets)))
         ax.set(xlabel="budget, tokens (logarithmic)", title=NAMES.get(when, when))
     if field == "right":
-        percents(axes[0].yaxis, 100)  # of all panels, which share it
+        percents(axes[0].yaxis, 100)  # the panels share this axis
     axes[0].set_ylabel("right answers, %" if field == "right" else "nats per token")
-    return save(fig, axes, path, 6)
+    return save_panels(fig, axes, path, 6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__, tasks=["phrases"], contexts=16)
-    parser.add_argument("--budgets", type=integers, default="64,128,256,512")
+    """Measures, draws and prints; see the module's docstring."""
+    parser = eviction_parser(__doc__, tasks=["phrases"], contexts=16)
+    parser.add_argument("--budgets", type=parse_integers, default="64,128,256,512")
     parser.add_argument("--methods", type=common.words, default=",".join(METHODS), help="from: " + ", ".join(METHODS))
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
     args = parser.parse_args(argv)
@@ -158,39 +158,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     every_line = [line for c in every for line in c.lines]
     found = measure(model, args, ["full", *(line.method for line in every_line)])
     notes = [
-        EXPLAINED,
-        f"Budgets are tokens of {args.length}; for kcache and specache rows fetched per step: they lose nothing, as "
-        "kcache holds all keys on the device, specache a one-bit copy of all. infllm keeps its blocks in host memory. "
-        "Sinks, windows and recents count as budget, and kvcrush gets its share of what they leave.",
+        LEGEND,
+        f"Budgets are tokens of {args.length}; for kcache and specache tokens fetched per step: they lose nothing, as "
+        "kcache stores all keys on the device, specache a one-bit copy of all. infllm keeps its blocks in host memory. "
+        "Sinks, windows and recents count as budget, and kvcrush gets its share of the rest.",
         signature_note(model),
         plot(args.out / "eviction_curves.png", found, every, args.budgets),
     ]
-    drops = {line.method: drop(found, line.method) for line in every_line} if found.tasks("first") else {}
+    drops = {line.method: later_loss(found, line.method) for line in every_line} if found.tasks("first") else {}
     results = document("eviction_curves", args, found, every_line, more={"drop": drops})
     report("eviction_curves", before, tables(found, every, args.budgets, args.length), notes, results)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     budget = max(int(line["label"].split()[-1]) for line in results["lines"])
     last = [x for x in results["lines"] if int(x["label"].split()[-1]) == budget]
 
     def score(x, when) -> str:
-        return f"{average(results, x['method'], when):.0f}"
+        return f"{mean_score(results, x['method'], when):.0f}"
 
-    shown = [f"{x['label']} {score(x, 'first')}/{score(x, 'later')}" for x in last]
-    lost = {x["label"].split()[0]: results["drop"].get(x["method"], (float("nan"),))[0] for x in last}
-    evict, keep = ([v for k, v in lost.items() if (k in OFFLOAD) == side] for side in (False, True))
+    scores = [f"{x['label']} {score(x, 'first')}/{score(x, 'later')}" for x in last]
+    losses = {x["label"].split()[0]: results["drop"].get(x["method"], (float("nan"),))[0] for x in last}
+    evict, keep = ([v for k, v in losses.items() if (k in OFFLOAD) == side] for side in (False, True))
 
     def mean(x) -> str:
         return f"{100 * np.mean(x):+.1f}" if x else "not measured"
 
     return (
-        f"first/later questions at {budget}: " + ", ".join(shown),
+        f"first/later questions at {budget}: " + ", ".join(scores),
         "no such figure",
         f"Points lost from the first to later questions: eviction {mean(evict)}, offload {mean(keep)}.",
     )
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

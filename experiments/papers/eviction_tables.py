@@ -15,21 +15,21 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from experiments.bench import common as bench  # noqa: E402
-from experiments.papers.eviction import WHEN, Found  # noqa: E402
+from experiments.bench import measuring  # noqa: E402
+from experiments.papers.eviction import WHEN, Measurements  # noqa: E402
 from kvjax import Model  # noqa: E402
 
 NAMES = {"first": "first question", "later": "later questions", "unseen": "unseen questions"}
-EXPLAINED = (
-    "First: the question ended the prompt that was compressed; later: the other questions, asked of that same state; "
-    "unseen: all questions, the context having been compressed alone. Share of answers that are right in every token, "
-    "in percent, ± one standard error over contexts; in brackets the paired difference to the line's base."
+LEGEND = (
+    "First: the question ended the prompt that was compressed; later: the other questions, asked of the same cache; "
+    "unseen: all questions, asked of the context compressed alone. Percent of answers that are right in every token, "
+    "± one standard error over contexts; in brackets the paired difference to the line's base."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a table: the method, what it is compared with, and the paper's cells."""
+    """A line of a table: a method, the method that it is compared with, and the paper's cells."""
 
     label: str
     method: str
@@ -37,8 +37,8 @@ class Line:
     paper: tuple[Any, ...] = ()
 
 
-def cell(found: Found, line: Line, when: str, task: str | None = None) -> str | None:
-    """`81.2 ±1.9 (+1.2 ±0.9)`: the score, and the paired difference to the base."""
+def format_score(found: Measurements, line: Line, when: str, task: str | None = None) -> str | None:
+    """Formats the score and the paired difference to the base: `81.2 ±1.9 (+1.2 ±0.9)`."""
     mean, error = found.score(line.method, when, "right", task)
     if np.isnan(mean):
         return None
@@ -49,8 +49,8 @@ def cell(found: Found, line: Line, when: str, task: str | None = None) -> str | 
     return out
 
 
-def text_cell(found: Found, line: Line) -> str | None:
-    """Bits per token of text, and the paired difference to the base."""
+def format_text_bits(found: Measurements, line: Line) -> str | None:
+    """Formats bits per token of text and the paired difference to the base."""
     mean, _ = found.score(line.method, "text", "nats")
     if np.isnan(mean):
         return None
@@ -60,89 +60,79 @@ def text_cell(found: Found, line: Line) -> str | None:
     return f"{mean / np.log(2):.3f} ({more:+.3f} ±{spread:.3f})"
 
 
-def quality(
-    title: str, found: Found, lines: Sequence[Line], paper: Sequence[str] = (), task: str | None = None
+def quality_table(
+    title: str, found: Measurements, lines: Sequence[Line], paper: Sequence[str] = (), task: str | None = None
 ) -> Table:
-    """One line per method: the paper's figures, bytes on the device, then ours: all tasks alike, or one of them."""
+    """One row per method: the paper's figures, bytes on the device, and our scores over all tasks or one."""
     whens = [w for w in WHEN if found.tasks(w) and (task is None or task in found.tasks(w))]
     text = task is None and bool(found.tasks("text"))
     rows = []
     for line in lines:
         figures = [*line.paper, *[None] * (len(paper) - len(line.paper))]
-        ours = [cell(found, line, w, task) for w in whens] + ([text_cell(found, line)] if text else [])
+        ours = [format_score(found, line, w, task) for w in whens] + ([format_text_bits(found, line)] if text else [])
         size = f"{found.bytes[line.method]['device'] / 1024:,.0f}"
         rows.append([line.label, *(None if x is None else f"{x:g}" for x in figures), size, *ours])
-    columns = [
-        "method",
-        *paper,
-        f"device KiB, {found.dtype}",
-        *(NAMES[w] for w in whens),
-        *(["text, bits/token"] if text else []),
-    ]
-    return bench.table(title, columns, rows)
+    columns = ["method", *paper, f"device KiB, {found.dtype}", *(NAMES[w] for w in whens)]
+    columns += ["text, bits/token"] if text else []
+    return measuring.table(title, columns, rows)
 
 
 def document(
     name: str,
     args: argparse.Namespace,
-    found: Found,
+    found: Measurements,
     lines: Sequence[Line],
     paper: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a script prints as JSON: its settings, all outcomes, all lines with their gains."""
+    """The JSON document of a script: its settings, all outcomes, all lines with their gains, and `more`."""
 
-    def described(line):
+    def describe(line):
         whens = [w for w in (*WHEN, "text") if found.tasks(w)]
         gains = {
             when: {field: found.gain(line.method, line.base, when, field) for field in ("right", "nats")}
             for when in (whens if line.base else ())
         }
-        return {
-            "label": line.label,
-            "method": line.method,
-            "base": line.base,
-            "paper": dict(zip(paper, line.paper, strict=False)),
-            "gains": gains,
-        }
+        about = {"label": line.label, "method": line.method, "base": line.base}
+        return about | {"paper": dict(zip(paper, line.paper, strict=False)), "gains": gains}
 
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    lines = [described(line) for line in lines]
-    return {"script": name, "settings": settings, "lines": lines, "outcomes": found.records(), **(more or {})}
+    described = [describe(line) for line in lines]
+    return {"script": name, "settings": settings, "lines": described, "outcomes": found.records(), **(more or {})}
 
 
-def average(results: Mapping[str, Any], method: str, when: str = "first") -> float:
-    """Of a script's JSON document: the mean over tasks of the share right, in percent (text: nats per token)."""
+def mean_score(results: Mapping[str, Any], method: str, when: str = "first") -> float:
+    """Mean over the tasks of a JSON document: percent of right answers, or nats per token of text."""
     field, scale = ("nats", 1) if when == "text" else ("right", 100)
     found = [scale * o[field] for o in results["outcomes"] if (o["method"], o["when"]) == (method, when)]
     return float(np.mean(found)) if found else float("nan")
 
 
-def gained(line: Mapping[str, Any], when: str = "first") -> tuple[float, float]:
-    """A line's gain over its base, and its standard error, in points."""
+def gain_points(line: Mapping[str, Any], when: str = "first") -> tuple[float, float]:
+    """Gain of a line over its base, and its standard error, in points."""
     mean, error = line["gains"].get(when, {"right": (float("nan"),) * 2})["right"]
     return 100 * mean, 100 * error
 
 
-def gains_in_words(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
-    """How many of the lines gain, and how many by more than two standard errors."""
-    found = [gained(line, when) for line in lines]
+def describe_gains(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
+    """Counts the lines that gain, and those that gain or lose more than two standard errors."""
+    found = [gain_points(line, when) for line in lines]
     up, clear = (sum(m > k * s for m, s in found) for k in (0, 2))
     down = sum(m < -2 * s for m, s in found)
     return f"{up} of {len(found)} pairs gain, {clear} clearly (two standard errors); {down} lose clearly"
 
 
 def signature_note(model: Model) -> str:
-    """How many bits KVCrush has to tell tokens by."""
+    """One sentence on the number of bits in KVCrush's signatures on this model."""
     n = model.config.heads
     return (
-        f"This model has {n} query heads, so KVCrush tells tokens apart by {n} bits ({n + 1} distances to an anchor), "
+        f"This model has {n} query heads, so KVCrush compares tokens by {n} bits ({n + 1} distances to an anchor), "
         f"where the paper's Llama-3-8B has 32; a page's bits are its tokens' {n} bits side by side."
     )
 
 
-def figure(path: Path, panels: int, share: bool = True) -> tuple[Any, Any]:
-    """A figure of panels side by side."""
+def make_panels(path: Path, panels: int, share: bool = True) -> tuple[Any, Any]:
+    """Makes a figure with a row of panels; returns it and its axes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fig, axes = plt.subplots(1, panels, figsize=(4.5 * panels, 4), layout="constrained", squeeze=False, sharey=share)
     for ax in axes[0]:
@@ -150,8 +140,8 @@ def figure(path: Path, panels: int, share: bool = True) -> tuple[Any, Any]:
     return fig, axes[0]
 
 
-def save(fig: Any, axes: Any, path: Path, columns: int = 3) -> str:
-    """Writes the figure with one legend below; returns a line that says where it is."""
+def save_panels(fig: Any, axes: Any, path: Path, columns: int = 3) -> str:
+    """Writes the figure with one legend below; returns a note with its path."""
     handles = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     fig.savefig(path, dpi=130)
@@ -159,11 +149,11 @@ def save(fig: Any, axes: Any, path: Path, columns: int = 3) -> str:
     return f"wrote {path}"
 
 
-def gain_bars(path: Path, found: Found, groups: Mapping[str, Sequence[Line]]) -> str:
-    """Per group a panel: each line's gain over its base, by when the question came."""
+def draw_gain_bars(path: Path, found: Measurements, groups: Mapping[str, Sequence[Line]]) -> str:
+    """Draws a panel per group: each line's gain over its base, by time of asking."""
     whens = [w for w in WHEN if found.tasks(w)] or ["text"]
     field, sign = ("right", 100) if whens != ["text"] else ("nats", -1)
-    fig, axes = figure(path, len(groups))
+    fig, axes = make_panels(path, len(groups))
     for ax, (title, lines) in zip(axes, groups.items(), strict=True):
         for i, when in enumerate(whens):
             gains = [found.gain(line.method, line.base, when, field) for line in lines]
@@ -175,4 +165,4 @@ def gain_bars(path: Path, found: Found, groups: Mapping[str, Sequence[Line]]) ->
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("gain in right answers, points" if field == "right" else "gain, nats per token")
-    return save(fig, axes, path)
+    return save_panels(fig, axes, path)

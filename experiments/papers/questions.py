@@ -1,15 +1,13 @@
-"""Questions about needles in a text, as instances of `kvjax.testbed.tasks`: for models that know no symbols.
+"""Questions about needles in a text as instances of `kvjax.testbed.tasks`, for models without the symbols vocabulary.
 
-Facts and questions are those of the evaluation's tasks, through the model's chat template where it has one; each
-question ends with the first words of its answer.
+Facts and questions are the evaluation's, through the model's chat template if it has one; each question ends with the
+first words of its answer.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-
-import numpy as np
 
 from kvjax import KvjaxError, Model
 from kvjax.eval.run.harness import reference
@@ -22,14 +20,15 @@ from kvjax.testbed import tasks
 SINGLES = tuple(f"ruler.niah_single_{i}" for i in (1, 2, 3))
 MULTIKEYS = tuple(f"ruler.niah_multikey_{i}" for i in (1, 2))
 TASKS = ("shared", *SINGLES, *MULTIKEYS)
-"""Those whose answer is one value that goes on from the question, and whose contexts are asked equally many."""
-QUESTIONS = 4  # per context, of a task that can ask several
+"""Tasks whose answer is one value that continues the question, with the same number of questions in all contexts."""
+QUESTIONS = 4  # per context, for tasks with several
 
 
-def asked(model: Model, names: Sequence[str], known: Collection[str] = tuple(tasks.TASKS)) -> list[str]:
-    """Those tasks of `names` that the model can be asked: `known` ones only the shipped model, TASKS all others.
+def select_tasks(model: Model, names: Sequence[str], known: Collection[str] = tuple(tasks.TASKS)) -> list[str]:
+    """Selects the tasks of `names` that fit the model: `known` ones for the shipped model, TASKS for all others.
 
-    Raises KvjaxError for a name that is neither.
+    Raises:
+      KvjaxError: for a name that is neither.
     """
     unknown = [name for name in names if name not in (*known, *TASKS)]
     if unknown:
@@ -39,14 +38,14 @@ def asked(model: Model, names: Sequence[str], known: Collection[str] = tuple(tas
 
 
 def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
-    """`args.contexts` instances of one of TASKS in `args.text`, of at most `args.length` tokens with a question."""
+    """Makes `args.contexts` instances of one of TASKS in `args.text`, at most `args.length` tokens with a question."""
     spec = Spec((args.length,), args.contexts, QUESTIONS, seed=args.seed, text=args.text)
     frame = framed(model, spec)
     first, later = (frame.question("What", turn=turn) for turn in (0, 1))
-    between = later[: len(later) - len(first)]
-    return [_instance(model, case, between) for case in suite.cases(model, [task], spec)]
+    between = later[: len(later) - len(first)]  # the template's tokens between an answer and the next question
 
+    def to_instance(case: Case) -> tasks.Instance:
+        found = (tasks.Question(ask.prompt, reference(model, ask), ask.about["depth"]) for ask in case.asks)
+        return tasks.Instance(case.task, case.context, tuple(found), between)
 
-def _instance(model: Model, case: Case, between: np.ndarray) -> tasks.Instance:
-    found = (tasks.Question(ask.prompt, reference(model, ask), ask.about["depth"]) for ask in case.asks)
-    return tasks.Instance(case.task, case.context, tuple(found), between)
+    return [to_instance(case) for case in suite.cases(model, [task], spec)]

@@ -1,11 +1,11 @@
-"""A text without end through StreamingLLM: are the bytes constant, and is the loss flat?
+"""StreamingLLM on a long text: bytes and loss along the text (arXiv 2309.17453, Figure 5).
 
 python -m experiments.papers.streaming [--tokens 100000] [--recent 1020] [--text FILE] [--out out]
 
-One long text (default: held-out source code, file after file) goes through one state, --chunk tokens a call, which
-gives what single steps give. Beside it: the same without first tokens (the paper's window attention), the same at true
-positions instead of indices inside the cache, `full` as far as --full tokens, and, as the measure of how hard the text
-is where, exact attention in windows computed anew (the paper's sliding window with re-computation). arXiv 2309.17453.
+One long text (default: held-out source code, file after file) goes through one cache, --chunk tokens a call, with the
+same result as single steps. The baselines: no first tokens (the paper's window attention), true positions instead of
+indices inside the cache, and `full` up to --full tokens. Exact attention in recomputed windows (the paper's sliding
+window with re-computation) measures how hard the text is at each place.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.common import machine, progress, report, table
+from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
-from experiments.papers.eviction_tables import figure, save
+from experiments.papers.eviction_tables import make_panels, save_panels
 from kvjax import KvjaxError, Method, Model
 from kvjax.core.types import Array
 from kvjax.generation.calls import log_probs
 
-POINTS = 100  # of the curve, and of the slope
-PARTS = 10  # of the table
+NUM_POINTS = 100  # of the curve and of the slope
+NUM_PARTS = 10  # rows of the table
 
 
-def stream(model: Model, method: Method, tokens: np.ndarray, first: int, chunk: int) -> tuple[np.ndarray, set[int]]:
-    """Nats of tokens[first:] as one cache sees them go by, and the sizes in bytes that it had after its calls."""
+def stream_text(
+    model: Model, method: Method, tokens: np.ndarray, first: int, chunk: int
+) -> tuple[np.ndarray, set[int]]:
+    """Nats of tokens[first:], read through one cache, and the cache's sizes in bytes after each call."""
     last, cache = kvjax.prefill(model, [tokens[:first]], method, capacity=len(tokens) + chunk)
     nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(cache)}
     for at in range(first, len(tokens) - 1, chunk):
         if (at - first) // chunk % 20 == 0:
-            progress(f"token {at:,} of {len(tokens):,}")
+            log_progress(f"token {at:,} of {len(tokens):,}")
         part = tokens[at : at + chunk + 1]
-        fed = np.pad(part[:-1], (0, chunk + 1 - len(part)))  # padding ends the last call only: one shape, one program
-        logits, cache = kvjax.extend(model, [fed], cache)
+        chunk_ids = np.pad(
+            part[:-1], (0, chunk + 1 - len(part))
+        )  # pads the last call only, so that all share one program
+        logits, cache = kvjax.extend(model, [chunk_ids], cache)
         nats.append(_nats(logits, part[1:]))
         sizes.add(_bytes(cache))
     return np.concatenate(nats), sizes
@@ -53,25 +57,25 @@ def _bytes(cache: kvjax.Cache) -> int:
     return sum(kvjax.state_bytes(cache).total.values())
 
 
-def recomputed(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:
-    """Nats of tokens[first:] under exact attention to the last `first` to 2 first - 1 tokens."""
+def recompute_windows(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:
+    """Nats of tokens[first:] under exact attention to between `first` and 2 first - 1 tokens before each."""
     starts = range(first, len(tokens), first)
     rows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
     nats = []
     for i in range(0, len(rows), batch):
-        some = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
-        logits = kvjax.logits(model, some)[:, first - 1 : -1]
-        nats.append(-np.asarray(log_probs(logits, jnp.asarray(some[:, first:], jnp.int32))))
+        window = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
+        logits = kvjax.logits(model, window)[:, first - 1 : -1]
+        nats.append(-np.asarray(log_probs(logits, jnp.asarray(window[:, first:], jnp.int32))))
     return np.concatenate(nats).reshape(-1)[: len(tokens) - first]
 
 
 def parts(nats: np.ndarray, count: int) -> np.ndarray:
-    """Means over `count` consecutive parts."""
+    """Mean of each of `count` consecutive parts."""
     return np.array([p.mean() for p in np.array_split(nats, count)])
 
 
 def slope(excess: np.ndarray, points: int) -> tuple[float, float]:
-    """Nats per 100,000 tokens by which an excess grows, least squares over its parts: (slope, standard error)."""
+    """Least-squares slope of an excess over its parts, in nats per 100,000 tokens: (slope, standard error)."""
     y = parts(excess, points)
     x = (np.arange(points) + 0.5) * len(excess) / points / 1e5
     x = x - x.mean()
@@ -80,13 +84,8 @@ def slope(excess: np.ndarray, points: int) -> tuple[float, float]:
     return float(fit), float(np.sqrt((rest**2).sum() / (points - 2) / (x * x).sum()))
 
 
-def text(args: argparse.Namespace, model: Model) -> np.ndarray:
-    """The first --tokens tokens i32 of --text, or of the held-out source code."""
-    return common.windows(argparse.Namespace(text=args.text, windows=1), model, args.length)[0]
-
-
 def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
-    """(name, method, tokens) of what is streamed."""
+    """Yields (name, method, tokens) of each stream."""
     yield "streaming_llm", kvjax.methods.streaming_llm(recent=args.recent, sinks=args.sinks), args.length
     if args.others:
         yield "no first tokens", kvjax.methods.streaming_llm(recent=args.recent, sinks=0), args.length
@@ -96,47 +95,45 @@ def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument(
-        "--tokens", dest="length", type=int, default=100_000, help="of the text; --length says the same"
-    )
+    """Measures, draws and prints; see the module's docstring."""
+    parser = common.model_parser(__doc__)
+    parser.add_argument("--tokens", dest="length", type=int, default=100_000, help="of the text; same as --length")
     parser.set_defaults(length=100_000)
     parser.add_argument("--recent", type=int, default=1020)
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--chunk", type=int, default=512, help="tokens a call; 1 for single steps")
-    parser.add_argument("--full", type=int, default=12_288, help="tokens that `full` goes through")
-    parser.add_argument("--batch", type=int, default=4, help="windows computed anew at a time")
+    parser.add_argument("--full", type=int, default=12_288, help="tokens of `full`")
+    parser.add_argument("--batch", type=int, default=4, help="recomputed windows at a time")
     parser.add_argument("--others", type=int, default=1, choices=(0, 1), help="0: streaming_llm alone")
     args = parser.parse_args(argv)
     first = args.recent + args.sinks
     if args.length < 2 * first:
         raise KvjaxError(f"--tokens {args.length} is less than two caches of {first}; use {2 * first} or more")
     before, model = machine(), kvjax.load(args.model)
-    tokens = text(args, model)
+    tokens = common.windows(argparse.Namespace(text=args.text, windows=1), model, args.length)[0]
     found, sizes = {}, {}
     for name, method, count in sides(args):
-        progress(name)
-        found[name], seen = stream(model, method, tokens[:count], first, args.chunk)
-        sizes[name] = sorted(seen)
-    progress("windows computed anew")
-    anew = recomputed(model, tokens, first, args.batch)
-    finish(args, model, before, found, sizes, anew)
+        log_progress(name)
+        found[name], all_sizes = stream_text(model, method, tokens[:count], first, args.chunk)
+        sizes[name] = sorted(all_sizes)
+    log_progress("recomputed windows")
+    anew = recompute_windows(model, tokens, first, args.batch)
+    report("streaming", before, *summarize(args, model, found, sizes, anew))
 
 
-def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict[str, list[int]], anew) -> None:
-    """Tables, plot and JSON document."""
-    first, points = args.recent + args.sinks, min(POINTS, len(anew) // 20)
-    span = len(anew) / PARTS
+def summarize(
+    args: argparse.Namespace, model: Model, found: dict[str, np.ndarray], sizes: dict[str, list[int]], anew: np.ndarray
+) -> tuple[list, list[str], dict[str, Any]]:
+    """Draws the plot; returns tables, notes and the JSON document."""
+    first, points = args.recent + args.sinks, min(NUM_POINTS, len(anew) // 20)
+    span = len(anew) / NUM_PARTS
     rows = []
-    for i, hard in enumerate(parts(anew, PARTS)):
-
-        def cut(x, i=i):
-            return x[int(i * span) : int((i + 1) * span)]
-
-        reached = [cut(x).mean() if len(cut(x)) > span / 2 else None for x in found.values()]
-        rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(r and f"{r:.4f}" for r in reached)))
+    for i, hard in enumerate(parts(anew, NUM_PARTS)):
+        pieces = [x[int(i * span) : int((i + 1) * span)] for x in found.values()]
+        means = [x.mean() if len(x) > span / 2 else None for x in pieces]  # `full` ends before the others
+        rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(m and f"{m:.4f}" for m in means)))
     title = f"nats per token of each tenth of the text; a cache of {args.sinks} + {args.recent} tokens"
-    tables = [table(title, ("up to token", "computed anew", *found), rows)]
+    tables = [table(title, ("up to token", "recomputed", *found), rows)]
     excess = {name: x - anew[: len(x)] for name, x in found.items()}
     slopes = {name: slope(x, min(points, len(x) // 20)) for name, x in excess.items()}
     lines = [
@@ -145,11 +142,11 @@ def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict
         + ("{:+.4f} ±{:.4f}".format(*slopes[name]),)
         for name, x in excess.items()
     ]
-    columns = ("method", "bytes of the state", "excess loss", "first tenth", "last tenth", "slope per 100,000 tokens")
-    tables.append(table("loss above windows computed anew, nats per token (each over its own tokens)", columns, lines))
+    columns = ("method", "bytes of the cache", "excess loss", "first tenth", "last tenth", "slope per 100,000 tokens")
+    tables.append(table("loss above recomputed windows, nats per token (each over its own tokens)", columns, lines))
     notes = [
         "The paper's Figure 5 streams 4 million tokens at a flat perplexity (no numbers). This model saw positions up "
-        f"to {model.config.max_positions} in training; the state of `full` is allocated once, for all of its tokens.",
+        f"to {model.config.max_positions} in training; the cache of `full` is allocated once, for all of its tokens.",
         plot(args.out / "streaming.png", found, anew, first, points),
     ]
     results = {
@@ -157,18 +154,19 @@ def finish(args, model: Model, before, found: dict[str, np.ndarray], sizes: dict
         "tokens": args.length,
         "cache": [args.sinks, args.recent],
         "bytes": sizes,
-        "anew": parts(anew, PARTS).tolist(),
-        "nats": {name: parts(x, PARTS).tolist() for name, x in found.items()},
+        "anew": parts(anew, NUM_PARTS).tolist(),
+        "nats": {name: parts(x, NUM_PARTS).tolist() for name, x in found.items()},
         "excess": {name: float(x.mean()) for name, x in excess.items()},
         "slope": slopes,
     }
-    report("streaming", before, tables, notes, results)
+    return tables, notes, results
 
 
 def plot(path: Path, found: dict[str, np.ndarray], anew: np.ndarray, first: int, points: int) -> str:
-    """Loss and loss above re-computation, along the text; lines that coincide stay visible, as each is thinner."""
-    fig, axes = figure(path, 2, share=False)
-    for i, (name, x) in enumerate({"computed anew": anew, **found}.items()):
+    """Draws the loss and the loss above re-computation along the text."""
+    fig, axes = make_panels(path, 2, share=False)
+    for i, (name, x) in enumerate({"recomputed": anew, **found}.items()):
+        # Later lines are thinner, so that lines that coincide stay visible.
         style = {"color": f"C{i - 1}" if i else "0.75", "linewidth": max(4 - i, 1), "label": name}
         count = max(int(points * len(x) / len(anew)), 2)
         at = first + (np.arange(count) + 0.5) * len(x) / count
@@ -180,11 +178,11 @@ def plot(path: Path, found: dict[str, np.ndarray], anew: np.ndarray, first: int,
     for ax in axes:
         ax.locator_params(axis="x", nbins=5)
         ax.xaxis.set_major_formatter("{x:,.0f}")
-    return save(fig, axes, path, 5)
+    return save_panels(fig, axes, path, 5)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(ours, the paper's, the difference) for the table of all scripts."""
+    """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     one, (rise, error) = results["bytes"]["streaming_llm"], results["slope"]["streaming_llm"]
     flat = "within" if abs(rise) <= 2 * error else "beyond"
     return (
@@ -196,4 +194,4 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -12,11 +12,9 @@ from kvjax.core.types import Array
 
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _block(q: Array, k: Array, v: Array, start: int) -> Array:
-    """q [B K G T H] at positions start.. over k, v [B K S H].
-
-    The denominator is one more column of the value product and the maximum carries no gradient, so that neither
-    pass reduces along the minor axis, which XLA's CPU backend does not vectorise (4x faster than jax.nn.softmax).
-    """
+    """Attention of q [B K G T H], at positions from `start` on, to k, v [B K S H]."""
+    # The denominator is one more column of the value product, and the maximum has no gradient. Neither pass reduces
+    # over the minor axis, which XLA's CPU backend does not vectorize (4x faster than jax.nn.softmax).
     B, K, G, T, H = q.shape
     s = jnp.einsum("bksh,bkmh->bksm", k, q.reshape(B, K, G * T, H) * H**-0.5)
     future = jnp.arange(k.shape[2])[:, None] > start + jnp.arange(T)[None]
@@ -27,7 +25,7 @@ def _block(q: Array, k: Array, v: Array, start: int) -> Array:
 
 
 def causal(q: Array, k: Array, v: Array, block: int = 256) -> Array:
-    """q [B K G T H], k and v [B K T H] -> [B K G T H]."""
+    """Causal attention of q [B K G T H] to k, v [B K T H], in blocks of queries."""
     T = q.shape[3]
     ends = [(i, min(i + block, T)) for i in range(0, T, block)]
     return jnp.concatenate([_block(q[:, :, :, i:e], k[:, :, :e], v[:, :, :e], i) for i, e in ends], 3)

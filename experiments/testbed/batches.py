@@ -15,16 +15,16 @@ KINDS = ("text", "repeats", *tasks.TASKS)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """tokens, pos i32[B T]; weight f32[B T] of each token as a target, summing to 1 per row; kind i32[B]."""
+    """A batch of training sequences."""
 
-    tokens: np.ndarray
-    pos: np.ndarray
-    weight: np.ndarray
-    kind: np.ndarray
+    tokens: np.ndarray  # i32[B T]
+    pos: np.ndarray  # i32[B T]
+    weight: np.ndarray  # f32[B T], of each token as a target; sums to 1 per sequence
+    kind: np.ndarray  # i32[B], index in KINDS
 
 
-def repeats(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random symbols, repeated with varied period -> (tokens, whether each is a repetition); grows induction heads."""
+def make_repeats(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Makes periodic random symbols, which train induction heads: (tokens, whether each is a repetition)."""
     period = int(np.exp(rng.uniform(np.log(8), np.log(length // 2))))
     run = rng.choice(SYMBOLS, period, replace=period > len(SYMBOLS))
     lead = tasks.noise(rng, rng.integers(0, period))
@@ -54,15 +54,15 @@ def _frequent(rng: np.random.Generator, length: int, filler: tasks.Filler) -> ta
     return tasks.frequent(rng, length - 5, filler, 3, int(np.clip(length // 4, 24, 96)))
 
 
-SETS = {"multivalue": _multivalue, "multiquery": _multiquery, "common": _common, "frequent": _frequent}
-"""Tasks of a size that fits a row, question and answer included."""
+SIZED_TASKS = {"multivalue": _multivalue, "multiquery": _multiquery, "common": _common, "frequent": _frequent}
+"""Tasks of a size that fits a sequence with questions and answers."""
 
 
-def _questions_row(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
-    """A task of any size that fits, all its questions asked, in exactly `length` tokens."""
+def _make_task(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    """Makes a task of any size that fits, with all its questions, in exactly `length` tokens."""
     filler = tasks.noise if rng.random() < 0.5 else lambda r, n: corpus.window(r, n)
-    if kind in SETS:
-        return tasks.row(SETS[kind](rng, length, filler))
+    if kind in SIZED_TASKS:
+        return tasks.row(SIZED_TASKS[kind](rng, length, filler))
     if kind == "recall":
         pairs = int(np.clip(length / rng.choice([8, 16, 32]), 2, 96))
         return tasks.row(tasks.recall(rng, length - 3 * pairs, filler, pairs, pairs))
@@ -79,7 +79,7 @@ def _questions_row(rng: np.random.Generator, kind: str, length: int, corpus: Cor
 
 
 def _positions(rng: np.random.Generator, length: int, reach: int) -> np.ndarray:
-    """0..length-1 with two skips that spread them over up to `reach` positions (PoSE; Zhu et al., 2023)."""
+    """Positions 0..length-1 with two skips, over a range of up to `reach` (PoSE; Zhu et al., 2023)."""
     skips = np.sort(rng.integers(0, max(reach - length, 0) + 1, 2))
     cuts = np.sort(rng.integers(0, length, 2))
     return np.arange(length) + (np.arange(length)[:, None] >= cuts) @ np.diff(skips, prepend=0)
@@ -88,20 +88,31 @@ def _positions(rng: np.random.Generator, length: int, reach: int) -> np.ndarray:
 def make(
     rng: np.random.Generator, rows: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
 ) -> Batch:
-    """`rows` rows of `length` tokens, their kinds drawn from `mixture`.
+    """Makes a batch.
 
-    Half the rows that are no text have positions up to `reach`, so that far questions are trained at short lengths.
+    Half the sequences that are not text have positions up to `reach`, which trains distant questions at short lengths.
+
+    Args:
+      rng: the only source of randomness.
+      rows: number of sequences.
+      length: tokens of each.
+      mixture: weights of the kinds.
+      reach: range of the positions.
+      corpus: of text and filler.
+
+    Returns:
+      the batch.
     """
-    share = np.array([mixture.get(k, 0.0) for k in KINDS])
-    kind = rng.choice(len(KINDS), rows, p=share / share.sum())
+    weights = np.array([mixture.get(k, 0.0) for k in KINDS])
+    kind = rng.choice(len(KINDS), rows, p=weights / weights.sum())
     tokens, weight, pos = (np.zeros((rows, length), t) for t in (np.int32, np.float32, np.int32))
     for i, k in enumerate(kind):
         if KINDS[k] == "text":
             tokens[i], target = corpus.window(rng, length), np.arange(length) > 0
         elif KINDS[k] == "repeats":
-            tokens[i], target = repeats(rng, length)
+            tokens[i], target = make_repeats(rng, length)
         else:
-            tokens[i], target = _questions_row(rng, KINDS[k], length, corpus)
+            tokens[i], target = _make_task(rng, KINDS[k], length, corpus)
         weight[i] = target / target.sum()
         skip = KINDS[k] != "text" and rng.random() < 0.5
         pos[i] = _positions(rng, length, reach if skip else length)

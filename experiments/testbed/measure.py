@@ -1,6 +1,6 @@
-"""What the shipped model can do: python -m experiments.testbed.measure [--model DIR].
+"""Measures the shipped model: python -m experiments.testbed.measure [--model DIR].
 
-Greedy recall by task and context length, and held-out source code in bits per byte beside a 5-gram model's.
+Greedy recall by task and context length, and bits per byte of held-out source code against a 5-gram model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks
 
 LENGTHS = (512, 1024, 2048, 4096)
-SEED = 2**32  # training seeds are below
+SEED = 2**32  # seeds of training contexts are below
 
 
 def answers(
     model: Model, method: str | KVMethod, instances: Sequence[tasks.Instance]
 ) -> tuple[list[list[bool]], CacheBytes]:
-    """Whether each question of each instance is answered exactly, greedily, by what is held of its context alone.
+    """Asks all questions greedily, each after its context alone.
 
-    The instances form one batch and must have equally many questions. Returns also the bytes that the contexts take.
+    Args:
+      model: the model.
+      method: compresses the contexts.
+      instances: one batch, with equally many questions.
+
+    Returns:
+      [instance][question], whether the answer is exactly right, and the bytes of the contexts.
     """
     longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
     context = kvjax.read(model, [i.context for i in instances], method, room=longest)
@@ -45,7 +51,7 @@ def answers(
 
 
 def recall(model: Model, task: str, length: int, instances: int) -> dict[str, float]:
-    """Share of questions answered exactly, over held-out instances in filler of code and of noise in turn."""
+    """Fraction of right answers over held-out instances, which alternate filler of code and of noise."""
     fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
     right = []
     for i in range(instances):
@@ -56,7 +62,7 @@ def recall(model: Model, task: str, length: int, instances: int) -> dict[str, fl
 
 
 def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
-    """Bits per byte of held-out code: the model on windows of `length`, and the 5-gram model on the same bytes."""
+    """Bits per byte of held-out code, of the model on windows of `length` and of the 5-gram model on the same bytes."""
     held_out = corpus.load("held_out")
     rows = held_out.windows(length)
     chosen = np.linspace(0, len(rows) - 1, min(windows, len(rows))).astype(int)
@@ -70,6 +76,7 @@ def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measures and prints; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -77,7 +84,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=96, help="windows of held-out code")
     args = parser.parse_args()
     model, found = kvjax.load(args.model), {}
-    table = Table("task", *map(str, args.lengths), title="share of answers right (questions), full attention")
+    table = Table("task", *map(str, args.lengths), title="fraction of right answers (questions), full attention")
     for task in tasks.TASKS:
         found[task] = {n: recall(model, task, n, args.instances) for n in args.lengths}
         table.add_row(task, *(f"{r['accuracy']:.3f} ({r['questions']})" for r in found[task].values()))

@@ -1,6 +1,6 @@
 """The baseline of the shipped model on source code: an interpolated modified Kneser-Ney byte model.
 
-python -m experiments.testbed.ngram [--order 5]: held-out bits per byte by order, trained on all training files.
+python -m experiments.testbed.ngram [--order 5] prints held-out bits per byte by order, trained on all training files.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ import numpy as np
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 
-BITS = 9  # a token fits in 9 bits, so a gram of up to 7 tokens fits in one int64
+TOKEN_BITS = 9  # so a gram of up to 7 tokens fits in one int64
 
 
 def _grams(tokens: np.ndarray, order: int) -> np.ndarray:
-    """The code of the `order` tokens that end at each position from order - 1 on; the newest token is lowest."""
+    """Packs the `order` tokens that end at each position from order - 1 on; the newest token has the lowest bits."""
     n = len(tokens) - order + 1
     codes = np.zeros(n, np.int64)
     for i in range(order):
-        codes = codes << BITS | tokens[i : i + n].astype(np.int64)
+        codes = codes << TOKEN_BITS | tokens[i : i + n].astype(np.int64)
     return codes
 
 
-def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """values[keys == wanted], and 0 where there is none; keys are sorted."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
+def _look_up(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """The values of queries among sorted keys, 0 for a query that is no key."""
+    at = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[at] == queries, values[at], 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Level:
-    """One order: discounted counts by gram; total count and mass left to the lower order by context."""
+    """Counts of one order."""
 
     grams: np.ndarray
-    discounted: np.ndarray
+    discounted: np.ndarray  # count of each gram
     contexts: np.ndarray
-    total: np.ndarray
-    left: np.ndarray
+    total: np.ndarray  # count of each context
+    left: np.ndarray  # mass of each context for the lower order
 
     @classmethod
     def fit(cls, grams: np.ndarray, count: np.ndarray) -> Level:
-        """Discounts for counts 1, 2 and 3+ (Chen & Goodman, 1999, equation 26)."""
+        """Discounts counts of 1, 2 and 3+ (Chen & Goodman, 1999, equation 26)."""
         n1, n2, n3, n4 = (max(1, int((count == c).sum())) for c in (1, 2, 3, 4))
         y = n1 / (n1 + 2 * n2)
         rate = np.clip([0, 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3], 0, [0, 1, 2, 3])
         discount = rate[np.minimum(count, 3)]
-        contexts, first = np.unique(grams >> BITS, return_index=True)
+        contexts, first = np.unique(grams >> TOKEN_BITS, return_index=True)
         return cls(grams, count - discount, contexts, np.add.reduceat(count, first), np.add.reduceat(discount, first))
 
     def probability(self, codes: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Of each gram's newest token given its others, interpolated with the lower order's probabilities."""
-        total = _look_up(self.contexts, self.total, codes >> BITS)
+        """Probability of each gram's newest token given the others, interpolated with the lower order's."""
+        total = _look_up(self.contexts, self.total, codes >> TOKEN_BITS)
         own = _look_up(self.grams, self.discounted, codes)
-        left = _look_up(self.contexts, self.left, codes >> BITS)
+        left = _look_up(self.contexts, self.left, codes >> TOKEN_BITS)
         return np.where(total > 0, (own + left * lower) / np.maximum(total, 1), lower)
 
 
@@ -68,15 +68,15 @@ class KneserNey:
 
     @classmethod
     def fit(cls, tokens: np.ndarray, order: int = 5) -> KneserNey:
-        """The highest order counts occurrences, the lower ones different left neighbours (Kneser & Ney, 1995)."""
+        """Counts occurrences in the highest order, different left neighbors in the lower ones (Kneser & Ney, 1995)."""
         levels, (grams, count) = [], np.unique(_grams(tokens, order), return_counts=True)
         for k in range(order, 0, -1):
             levels.append(Level.fit(grams, count))
-            grams, count = np.unique(grams & (1 << BITS * (k - 1)) - 1, return_counts=True)
+            grams, count = np.unique(grams & (1 << TOKEN_BITS * (k - 1)) - 1, return_counts=True)
         return cls(tuple(levels[::-1]))
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
-        """Of every token given those before it: f64[n]; the first tokens have shorter contexts."""
+        """Probability of every token given the tokens before it, f64[n]; the first tokens have shorter contexts."""
         p = np.full(len(tokens), 1 / (END + 1))
         for k, level in enumerate(self.levels, 1):
             p[k - 1 :] = level.probability(_grams(tokens, k), p[k - 1 :])
@@ -84,11 +84,12 @@ class KneserNey:
 
 
 def bits(tokens: np.ndarray, order: int = 5) -> np.ndarray:
-    """Bits per token of `tokens` under a model of all training files."""
+    """Bits of each token under a model of all training files."""
     return -np.log2(KneserNey.fit(corpus.load("train").tokens, order).probabilities(tokens))
 
 
 def main() -> None:
+    """Prints bits per byte by order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--order", type=int, default=5, choices=range(1, 8))
     highest = parser.parse_args().order

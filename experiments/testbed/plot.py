@@ -16,19 +16,19 @@ from kvjax.eval.page.charts import percents  # noqa: E402
 
 
 def read_log(path: Path) -> list[dict]:
-    """The records of a run in order of steps; those of steps taken again after a kill replace the earlier ones."""
+    """Reads the records of a run by step; a step repeated after a kill replaces the earlier one."""
     records = map(json.loads, path.read_text().splitlines())
     return [r for _, r in sorted({r["step"]: r for r in records}.items())]
 
 
-def _running(values: np.ndarray, span: int = 50) -> np.ndarray:
-    """Means of `span` values in a row, or of all when there are fewer."""
+def _running_mean(values: np.ndarray, span: int = 50) -> np.ndarray:
+    """Running means over `span` values, or over all if there are fewer."""
     span = min(span, len(values))
     return np.convolve(values, np.full(span, 1 / span), "valid")
 
 
-def curve(log: Path, image: Path) -> None:
-    """Draws the loss (nats per target) and the share of targets predicted, by row kind, and the sequence length."""
+def draw_curve(log: Path, image: Path) -> None:
+    """Draws the loss (nats per target) and the percent of predicted targets by kind, and the sequence length."""
     records = read_log(log)
     figure, axes = plt.subplots(3, sharex=True, figsize=(8, 8), height_ratios=(3, 3, 1), layout="constrained")
     labels = ("loss, nats per target", "targets predicted, %")
@@ -36,7 +36,7 @@ def curve(log: Path, image: Path) -> None:
         for kind in KINDS:
             points = [(r["step"], r[f"{name}/{kind}"]) for r in records if f"{name}/{kind}" in r]
             if points:
-                x, y = (_running(np.array(v, float)) for v in zip(*points, strict=True))
+                x, y = (_running_mean(np.array(v, float)) for v in zip(*points, strict=True))
                 axis.plot(x, y if name == "loss" else 100 * y, label=kind)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)

@@ -37,7 +37,7 @@ einsum.defvjp(_forward, _backward)
 
 
 def _linear(call, args, kwargs, context):
-    """Replaces the product of a bias-free `Linear`; everything else runs as it stands."""
+    """Replaces the product of a bias-free `Linear`; everything else is unchanged."""
     layer = context.module
     if not isinstance(layer, Linear) or context.method_name != "__call__" or layer.bias:
         return call(*args, **kwargs)
@@ -47,6 +47,6 @@ def _linear(call, args, kwargs, context):
     return y.reshape(*x.shape[: x.ndim - n], *layer.shape[n:])
 
 
-def mixed():
-    """A context in which the linear maps of a module's `apply` run in mixed precision."""
+def mixed_precision():
+    """A context manager under which the linear maps of a module's `apply` run in mixed precision."""
     return nn.intercept_methods(_linear)

@@ -1,7 +1,7 @@
 """Trains the shipped model: python -m experiments.testbed.train --out DIR [--preset cpu|gpu] [--minutes M].
 
-Killed and started again with the same arguments, it goes on with the same run. DIR gets checkpoints/ (Orbax),
-log.jsonl (one record a step), curve.png and model/, which `kvjax.load` opens.
+A killed run continues when it is started again with the same arguments. DIR gets checkpoints/ (Orbax), log.jsonl (one
+record a step), curve.png and model/, which `kvjax.load` opens.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PRESETS = {"cpu": {"tokens": 4096, "steps": 6000}, "gpu": {"tokens": 65_536, "steps": 6000}}
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True, help="directory of the run")
     p.add_argument("--preset", choices=PRESETS, default="cpu", help="tokens per step and steps")
     p.add_argument("--tokens", type=int, help="tokens per step (default: the preset's)")
-    p.add_argument("--start", help="go on from this model's weights, past all stages: 'testbed', or a directory")
+    p.add_argument("--start", help="start from this model's weights, past all stages: 'testbed', or a directory")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths, growing")
-    p.add_argument("--steps", type=int, help="steps of the whole run; may be changed when it is resumed")
-    p.add_argument("--decay", type=float, default=0.3, help="last share of the steps, over which the rate falls to 0")
+    p.add_argument("--steps", type=int, help="steps of the whole run; may change when it is resumed")
+    p.add_argument(
+        "--decay", type=float, default=0.3, help="last fraction of the steps, over which the rate falls to 0"
+    )
     p.add_argument("--minutes", type=float, default=float("inf"), help="stop, resumably, after this long")
-    p.add_argument("--leave-out", nargs="*", default=[], choices=batches.KINDS, help="kinds of rows not to draw")
+    p.add_argument("--leave-out", nargs="*", default=[], choices=batches.KINDS, help="kinds of sequences not to draw")
     p.add_argument("--learning-rate", type=float, default=2e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
@@ -50,16 +53,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def shapes(lengths: tuple[int, ...], tokens: int) -> tuple[tuple[int, int], ...]:
-    """(length, rows) of the batches: `tokens` a step, half of it at 128 and 256, where steps count more than tokens."""
-
-    def share(n):
-        return 2 if 64 < n <= 256 else 1
-
-    return tuple((n, max(2, tokens // share(n) // n)) for n in lengths)
+    """(length, rows) of the batches, with `tokens` tokens a step, and half of that at lengths 128 and 256."""
+    # At those lengths the number of steps matters more than the number of tokens.
+    return tuple((n, max(2, tokens // (2 if 64 < n <= 256 else 1) // n)) for n in lengths)
 
 
 def recipe(args: argparse.Namespace) -> Recipe:
-    """The run that the arguments describe."""
+    """Makes the recipe that the command line describes."""
     preset = PRESETS[args.preset]
     config = dataclasses.replace(MODEL, max_positions=max(args.lengths))
     curriculum = Curriculum(
@@ -70,7 +70,7 @@ def recipe(args: argparse.Namespace) -> Recipe:
 
 
 def train(run: Run, out: Path, minutes: float, save_every: int) -> None:
-    """Steps until the run's last step or the time is up; a checkpoint every so often and at the end."""
+    """Trains until the last step or for `minutes`; saves every `save_every` steps and at the end."""
     begin = time.monotonic()
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
     with open_manager(out / "checkpoints") as manager, Progress(*columns) as bars, open(out / "log.jsonl", "a") as log:
@@ -97,13 +97,14 @@ def export(run: Run, directory: Path, start: str | None = None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+    """Trains, draws the curve and exports the model."""
+    args = parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(recipe(args), corpus.load("train"))
     if args.start:
         run.begin_grown(kvjax.load(args.start).params)
     train(run, args.out, args.minutes, args.save_every)
-    plot.curve(args.out / "log.jsonl", args.out / "curve.png")
+    plot.draw_curve(args.out / "log.jsonl", args.out / "curve.png")
     export(run, args.out / "model", args.start)
     print(json.dumps({"step": run.at, **dataclasses.asdict(run.progress), "model": str(args.out / "model")}))
 

@@ -1,4 +1,4 @@
-"""One training run: parameters, optimizer and progress, a compiled step, and checkpoints that resume exactly."""
+"""One training run: parameters, optimizer, progress, a compiled step, and checkpoints from which it resumes exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recipe:
     steps: int = 10_000
     learning_rate: float = 2e-3
     warmup: int = 100
-    decay: float = 0.2  # the last share of the steps, linearly to zero
+    decay: float = 0.2  # last fraction of the steps, over which the rate falls linearly to zero
     weight_decay: float = 0.05
 
     def optimizer(self) -> optax.GradientTransformation:
@@ -59,20 +59,20 @@ def attend(layer: int, q, k, v, x):
     return attention.causal(q, k, v), None
 
 
-def initial(config: Config, seed: int) -> dict[str, Any]:
-    """Fresh parameters; what writes into the residual stream starts small beside the embedding (GPT-2, section 2.3)."""
+def init_params(config: Config, seed: int) -> dict[str, Any]:
+    """Initializes parameters; projections into the residual stream start small (GPT-2, section 2.3)."""
     params = nn.unbox(init(config, jax.random.key(seed)))
     small = (config.width * 2 * config.layers) ** -0.5
 
-    def writes(path):
-        return {"o", "down"} & {part.key for part in path}
+    def scale(path, x):
+        return x * small if {"o", "down"} & {part.key for part in path} else x
 
-    return jax.tree_util.tree_map_with_path(lambda p, x: x * small if writes(p) else x, params)
+    return jax.tree_util.tree_map_with_path(scale, params)
 
 
 def losses(config: Config, params, tokens, pos, weight):
-    """-> (mean over rows of the weighted cross entropy, (it by row, share of targets predicted by row))."""
-    with precision.mixed():
+    """Weighted cross entropy: (its mean over sequences, (per sequence, fraction of predicted targets per sequence))."""
+    with precision.mixed_precision():
         hidden, _ = Decoder(config).apply({"params": params}, tokens, pos, attend)
     logits = precision.einsum("td,vd->tv", hidden.reshape(-1, config.width), params["embedding"])
     logits = logits.reshape(*tokens.shape, -1)
@@ -91,11 +91,11 @@ def _step(recipe: Recipe, params, opt_state, tokens, pos, weight):
 
 
 class Run:
-    """Training state of a recipe; `step()` is deterministic, also across `save` and `restore`."""
+    """Training state of a recipe; `step` is deterministic, also across `save` and `restore`."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus):
         self.recipe, self.corpus = recipe, corpus
-        self.params = initial(recipe.config, recipe.seed)
+        self.params = init_params(recipe.config, recipe.seed)
         self.opt_state = recipe.optimizer().init(self.params)
         self.progress, self.at = Progress(), 0
 
@@ -106,7 +106,7 @@ class Run:
         self.params, self.progress = jax.tree.map(jnp.copy, params), Progress(self.recipe.curriculum.stages)
 
     def step(self) -> dict[str, Any]:
-        """Trains on the next batch -> {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""
+        """Trains on the next batch; returns {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""
         rng = np.random.default_rng([self.recipe.seed, self.at])
         curriculum = self.recipe.curriculum
         shape = curriculum.pick(rng, self.progress.stage)
@@ -124,14 +124,14 @@ class Run:
         return record
 
     def save(self, manager: ocp.CheckpointManager) -> None:
-        """Writes all that a continued run needs."""
+        """Writes a checkpoint."""
         state = ocp.args.StandardSave({"params": self.params, "opt_state": self.opt_state})
         progress = ocp.args.JsonSave(dataclasses.asdict(self.progress))
         manager.save(self.at, args=ocp.args.Composite(state=state, progress=progress))
         manager.wait_until_finished()
 
     def restore(self, manager: ocp.CheckpointManager) -> bool:
-        """Continues from the newest checkpoint; False when there is none."""
+        """Continues from the newest checkpoint; returns False if there is none."""
         if (step := manager.latest_step()) is None:
             return False
         state = ocp.args.StandardRestore({"params": self.params, "opt_state": self.opt_state})
@@ -142,5 +142,5 @@ class Run:
 
 
 def open_manager(directory: Path, keep: int = 3) -> ocp.CheckpointManager:
-    """The Orbax manager of a run's checkpoints."""
+    """Opens the Orbax manager of a run's checkpoints."""
     return ocp.CheckpointManager(Path(directory).resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=keep))

@@ -150,7 +150,11 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
         k, v, reader_state = layer.stored(block, queries if observes else None)
         if not filled:
             return k, v, reader_state
-        return layer.k.filled(k, slots), layer.v.filled(v, slots), layer.method.read.filled(reader_state, slots)
+        return (
+            layer.k.used_part(k, slots),
+            layer.v.used_part(v, slots),
+            layer.method.read.used_part(reader_state, slots),
+        )
 
     def abstract(*shape: int, of: Any = dtype) -> Any:  # typed Any, since its users say Array
         return jax.ShapeDtypeStruct((1, *shape), of)

@@ -96,7 +96,7 @@ class Method:
             constant=self.decode is not None,
             host=isinstance(self.k, Host)
             or isinstance(self.v, Host)
-            or (self.side_store is not None and self.side_store.host),
+            or (self.side_store is not None and self.side_store.uses_host_memory),
             after_prompt=self.select is not None,
         )
 

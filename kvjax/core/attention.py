@@ -224,7 +224,7 @@ class _KeyBlocks(NamedTuple):
         return lax.scan(add_block, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _visibility(self, first: Array, t: Array) -> Array:
-        """How much of the key block from `first` on the queries at t see: 0 nothing, 1 a part, 2 all."""
+        """Returns 0 if the queries at t see nothing of the key block from `first` on, 1 for a part of it, 2 for all."""
         last = first + self.size - 1
         some, every = first <= t[-1], last <= t[0]
         if self.window is not None:

@@ -1,4 +1,4 @@
-"""What a method observes of a prompt's queries, and the attention that they give to each slot."""
+"""The observation of a prompt's queries, and the attention weights that they give to each slot."""
 
 from __future__ import annotations
 
@@ -20,27 +20,17 @@ LogitTransform = Callable[[Array, Array, Array], Array]
 
 @exportable
 class Observation(NamedTuple):
-    """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None.
+    """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None."""
 
-    Attributes:
-      q: [B K G Q H].
-      pos: i32[B Q], positions in the prompt, -1 for padding; nothing else tells which queries are real.
-      num_kept: i32[B] tokens that each sequence keeps, or i32[B K] that each head keeps, where the budget is divided
-        among the layers.
-      output_projection: [1 K G H D], the layer's output projection.
-      hidden_states: [B 1 Q D], the layer's inputs from which these queries were projected.
-      replay_scores: f32[B K S], scores of the tokens from a second pass over the prompt.
-      paired_block: the same prompt in the layer above or below.
-      softmax_lse: f32[B K G Q], the log-sum-exp of each query's logits to the block, where attention left it.
-    """
-
-    q: Array
-    pos: Array
+    q: Array  # [B K G Q H]
+    pos: Array  # i32[B Q], positions in the prompt, -1 for padding; nothing else tells which queries are real
+    # i32[B] tokens that each sequence keeps, or i32[B K] that each head keeps, of a budget divided among the layers
     num_kept: Array | None = None
-    output_projection: Array | None = None
-    hidden_states: Array | None = None
-    replay_scores: Array | None = None
-    paired_block: KVBlock | None = None
+    output_projection: Array | None = None  # [1 K G H D], of the layer
+    hidden_states: Array | None = None  # [B 1 Q D], the layer's inputs from which these queries were projected
+    replay_scores: Array | None = None  # f32[B K S], scores of the tokens from a second pass over the prompt
+    paired_block: KVBlock | None = None  # the same prompt in the layer above or below
+    # f32[B K G Q], the log-sum-exp of each query's logits to the block, where attention left it
     softmax_lse: Array | None = None
 
 
@@ -169,11 +159,7 @@ def _sum_over_queries(
     block_size: int,
     transform: LogitTransform | None = None,
 ) -> Any:
-    """Sums over blocks of queries what `reduce_queries` makes of each block's attention weights: arrays [.. S].
-
-    Args:
-      reduce_queries: (p f32[B K G T S], query_weights f32[B T], mask bool[B 1|K 1 T S]) -> arrays [.. S].
-    """
+    """Sums reduce_queries(p f32[B K G T S], query_weights f32[B T], mask bool[B 1|K 1 T S]) -> [.. S] over blocks."""
     Q, S = observation.pos.shape[1], block.pos.shape[2]
     num_queries = min(block_size, Q)
     num_slots = min(block_size * block_size // num_queries, S)

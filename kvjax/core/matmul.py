@@ -50,15 +50,9 @@ def unembed(x: Array, embedding: Array) -> Array:
 
 
 def compiler_options(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
-    """Returns XLA's options for a program that multiplies x [num_tokens width] with weights.
-
-    Args:
-      num_tokens: tokens of a call.
-      width: of the model.
-      dtype: of the weights.
-      tied: whether the program multiplies with a tied embedding too; only YNNPACK is fast at that.
-    """
-    # Packing smaller weights costs less, because they stay in the processor's caches.
+    """Returns XLA's options for a program that multiplies x [num_tokens width] with weights of this dtype."""
+    # Packing smaller weights costs less, because they stay in the processor's caches; and with a tied embedding only
+    # YNNPACK is fast.
     is_wide = width >= 768 and not tied
     turn_off = dtype == jnp.float32 and num_tokens in PACKING_DOES_NOT_PAY and is_wide
     return dict(NO_PACKING) if turn_off and jax.default_backend() == "cpu" else {}

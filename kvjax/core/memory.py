@@ -45,12 +45,7 @@ Buffers take the same bytes. JAX traces a program anew for either value.
 
 
 def _compute_on(fun: Callable[..., Array], where: str) -> Callable[..., Array]:
-    """Runs `fun` outside the device's main stream, with its result in device memory.
-
-    Args:
-      fun: gets operands in host memory.
-      where: "device_host", by the host; or "gpu_stream:1", by a GPU in parallel with its other work.
-    """
+    """Runs `fun` on host operands by the "device_host", or by a GPU parallel to its other work ("gpu_stream:1")."""
     # JAX 0.11.1 gave the function form, compute_on2 until then, the name of the context manager.
     compute_on: Any = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:

@@ -76,14 +76,8 @@ def axes_of_layer_array(shape: tuple[int, ...], num_sequences: int, num_heads: i
 def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh: Mesh | None) -> Callable[..., Any]:
     """Wraps a function of a layer's arrays so that each device runs it on its own sequences and heads.
 
-    Arguments and results are divided as `axes_of_layer_array` says. Arrays in host memory stay there, each device's
-    part in its own.
-
-    Args:
-      fun: arrays -> arrays; it is also traced as one device would run it, which gives the shapes of the results.
-      num_sequences: B of the whole batch.
-      num_heads: K of the whole layer.
-      mesh: None returns `fun` itself.
+    Arguments and results are divided as `axes_of_layer_array` says; arrays in host memory stay there. `num_sequences`
+    and `num_heads` are those of the whole layer. Without a mesh, returns `fun` itself.
     """
     if mesh is None:
         return fun
@@ -100,6 +94,7 @@ def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh
         return jax.device_put(jnp.zeros(x.shape, x.dtype), sharding)
 
     def run(*args: Any) -> Any:
+        # Traced once as one device would run all of it, for the shapes of the results.
         traced, results = jax.make_jaxpr(fun, return_shape=True)(*args)
         types = traced.out_avals  # unlike `results`, these tell the memory kind
         in_specs, out_specs = jax.tree.map(partition, args), [partition(x) for x in types if x.size]

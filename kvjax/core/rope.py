@@ -15,16 +15,12 @@ from kvjax.errors import KvjaxError
 class RopeScaling:
     """Frequency scaling of rotary embeddings, for contexts longer than the one that a model was first trained on.
 
-    Attributes:
-      kind: "linear" divides all frequencies by `factor` (Chen et al., 2023). "llama3" divides only those whose
-        wavelength exceeds the original context, with a smooth band between (Llama 3.1 model card).
-      factor: of the extension.
-      low_freq_factor: wavelengths above original_max_positions / low_freq_factor are divided.
-      high_freq_factor: wavelengths below original_max_positions / high_freq_factor stay.
-      original_max_positions: positions of the first training.
+    "linear" divides all frequencies by `factor` (Chen et al., 2023). "llama3" divides those with wavelengths above
+    original_max_positions / low_freq_factor and keeps those below original_max_positions / high_freq_factor, with a
+    smooth band between (Llama 3.1 model card).
     """
 
-    kind: str
+    kind: str  # "linear" | "llama3"
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -83,17 +79,11 @@ class Rope:
 
     def rotate_queries(self, q: Array, pos: Array) -> Array:
         """`rotate` for queries [B K G T H] at positions i32[B T]."""
-        return self.rotate(_flatten_heads(q), pos[:, None]).reshape(q.shape)
+        return self.rotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
     def unrotate_queries(self, q: Array, pos: Array) -> Array:
         """The inverse of `rotate_queries`."""
-        return self.unrotate(_flatten_heads(q), pos[:, None]).reshape(q.shape)
-
-
-def _flatten_heads(q: Array) -> Array:
-    """[B K G T H] -> [B K*G T H]."""
-    B, K, G, T, H = q.shape
-    return q.reshape(B, K * G, T, H)
+        return self.unrotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -55,11 +55,11 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     def encode(self, x: Array, pos: Array) -> Carried:
         return Carried(self.inner.encode(*_constant(x, pos)), x)
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
-        return self._by_prompt().found(*_constant(x, pos, observation))
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+        return self._by_prompt().fit_prompt(*_constant(x, pos, observation))
 
-    def held(self, x: Array, pos: Array, found: Array) -> Carried:
-        return Carried(self._by_prompt().held(*_constant(x, pos, found)), x)
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Carried:
+        return Carried(self._by_prompt().encode_with(*_constant(x, pos, found)), x)
 
     def _by_prompt(self) -> PromptAdaptiveKeys:
         if not isinstance(self.inner, PromptAdaptiveKeys):
@@ -96,8 +96,8 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     def num_committed(self, stored: Carried, n: Array) -> Array:
         return self.inner.num_committed(stored.stored, n)
 
-    def filled(self, stored: Carried, num_tokens: int) -> Any:
-        return self.inner.filled(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
+    def used_part(self, stored: Carried, num_tokens: int) -> Any:
+        return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)

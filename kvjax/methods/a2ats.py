@@ -21,8 +21,7 @@ from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -203,37 +202,33 @@ def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
     return dataclasses.replace(block, k=lax.stop_gradient(spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Four codewords of each head, the second moment, and a byte a token; rows of all tokens on the host."""
-    book = x.rows(4) + 4 * x.B * x.K * x.H * x.H
-    return Bytes(book + x.B * x.K * x.S + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code",
-    Trial(
-        "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8",
-        "a2ats:topk=100,words=4,sinks=1,recent=2,distance=8",
-        _bytes,
-    ),
-    formula="score_s = (R_b q) c(s), c(s) = the codeword c with the least E[(q (k_s - c))^2], keys and codewords "
-    "before RoPE; read: sinks, the last `recent` tokens, and of the others the topk of the largest score",
-    differs="The codebook is made of each prompt, where the authors calibrate it. Windowed RoPE finds tokens; what it "
-    "found is read at its true position (unverified: the paper may read it at the fixed distance).",
-    example="a2ats:words=128",
-    sized_by="topk",
-    family="host memory",
-)
+@register_method(example="a2ats:words=128", family="host memory", sized_by="topk")
 def a2ats(
     topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10
 ) -> Method:
-    """Keys and values lie on the host; a query fetches tokens whose codewords promise the largest logits.
+    """Stores keys and values on the host; a query fetches the tokens whose codewords promise the largest logits.
 
-    topk: tokens that a query head finds. words: codewords of a key/value head, which take as many keys; with the
-    queries' second moment, H * H numbers, they lie on the device, beside 1 byte a token up to 256 words, then 2. sinks,
-    recent: first and last tokens that are always read, the query's own included. distance: at which windowed RoPE takes
-    what is not among the last tokens. rounds: of k-means, over the prompt's keys. All defaults are unverified, no
-    paper's. A prompt attends exactly.
+    Attention in the prompt is exact. No default is from the paper; all are unverified.
+
+    Formula:
+      score_s = (R_b q) c(s), c(s) = the codeword c with the least E[(q (k_s - c))^2], keys and codewords before RoPE;
+      read: sinks, the last `recent` tokens, and of the others the topk of the largest score
+
+    Differs:
+      The codebook is made from each prompt, where the authors calibrate it. Windowed RoPE only finds tokens; attention
+      reads them at their true positions (unverified: the paper may read them at the fixed distance).
+
+    Args:
+      topk: tokens that a query head fetches.
+      words: codewords of a key/value head, each a mean of keys. They lie on the device with the queries' second moment
+        (H * H numbers) and a code of 1 byte per token, 2 bytes above 256 words.
+      sinks: first tokens that are always read.
+      recent: last tokens that are always read, the query's own included.
+      distance: position offset at which windowed RoPE scores all but the last tokens.
+      rounds: iterations of k-means over the prompt's keys.
+
+    Reference:
+      A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code
     """
     check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
     read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)

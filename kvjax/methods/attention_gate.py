@@ -27,8 +27,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 SELF_LOGIT = 32.0  # in a calibrated gate, the logit of a token of root-mean-square length with itself
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
@@ -217,31 +216,33 @@ class ThresholdBudgets(HeadBudgets):
         return top_k_mask(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
-@recipe(
-    "Attention-Gate, Zeng et al. 2024, arXiv 2410.12876",
-    Trial(
-        "attention_gate:budget=5,sinks=1,recent=1,page=4",
-        "attention_gate:budget=100,threshold=0,sinks=1,recent=1,page=4",
-        paged(5, page=4),
-    ),
-    formula="gate of all heads = sigmoid(sum over a of softmax(x Q_a (x K_a)^T / sqrt(C)) x V_a O_a + b), x the hidden "
-    "states of the prompt; a head keeps its tokens whose gate is above the threshold",
-    differs="The paper has no public code. Unverified: the layout of the gate, its bias, that it sees no positions and "
-    "the threshold. The prompt attends exactly, where the paper hides what is flagged from later tokens too; grouped "
-    "query heads have one gate. The budget, the sinks and the recents are not the paper's.",
-    example="attention_gate:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="attention_gate:budget=512", family="eviction after the prompt")
 def attention_gate(
     budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16
 ) -> Method:
-    """After the prompt each head keeps the tokens that its gate flags, as many as these are, up to a budget.
+    """Keeps the prompt tokens that each head's trained gate flags, up to a budget.
 
-    budget: most prompt tokens per layer and key/value head in the mean, and what memory is reserved for. threshold: the
-    gate above which a token stays, 0 to 1; 0 keeps all that the budget holds. sinks, recent: first and last tokens that
-    stay whatever the gate says. table: a file of kind `attention_gate`, whose class says what it holds; those that ship
-    with kvjax are fitted by linear discriminants, as `kvjax calibrate attention_gate` does, where the paper trains
-    through the model. page: slots of the pages in which heads of unequal length are held.
+    Formula:
+      gate of all heads = sigmoid(sum over a of softmax(x Q_a (x K_a)^T / sqrt(C)) x V_a O_a + b), x the hidden states
+      of the prompt; a head keeps its tokens whose gate is above the threshold
+
+    Differs:
+      The paper has no public code. Unverified: the layout of the gate, its bias, that it sees no positions, and the
+      threshold. The prompt attends exactly, where the paper also hides evicted tokens from later ones; grouped query
+      heads share one gate. The budget, the sinks and the recent tokens are not in the paper.
+
+    Args:
+      budget: the most prompt tokens per layer and key/value head, on average over the heads; memory is reserved for
+        them.
+      threshold: gate value, 0 to 1, above which a token stays; 0 keeps all that the budget allows.
+      sinks: first tokens that stay whatever the gate says.
+      recent: last tokens that stay whatever the gate says.
+      table: a file of kind `attention_gate`. The shipped tables are fitted by linear discriminants, as `kvjax calibrate
+        attention_gate` does, where the paper trains through the model.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      Attention-Gate, Zeng et al. 2024, arXiv 2410.12876
     """
     if not 0 <= threshold < 1:
         raise KvjaxError(

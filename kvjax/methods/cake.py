@@ -16,8 +16,7 @@ from kvjax.core.attention_mass import Moments, Observation, moments
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +99,7 @@ def _variance(sums: Moments, count: Array) -> Array:
     return jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0)
 
 
-@recipe(
-    "CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code",
-    Trial("cake:budget=6,window=2,kernel=3", "cake:budget=100,window=2,kernel=3", selected(6)),
-    formula="tokens of a layer = window + L (budget - window) P / sum of P over layers, "
-    "P = (-sum p ln p)^(1/tau1) (sum var p)^(1/tau2); score_s = pool(mean p_s + gamma var p_s)",
-    differs="The authors' code keeps all of a prompt of up to budget + window tokens, and compresses again at every "
-    "decoded token; here a prompt longer than the budget is cut to it once, and what is decoded stays.",
-    example="cake:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="cake:budget=512", family="eviction after the prompt")
 def cake(
     budget: int = 1024,
     window: int = 32,
@@ -120,11 +110,27 @@ def cake(
     sinks: int = 0,
     unit: str = "token",
 ) -> Method:
-    """After the prompt layers share a budget by how far attention spreads and shifts; a head keeps what it shifts to.
+    """Divides a budget among layers by how far attention spreads and shifts, and keeps the tokens that it shifts to.
 
-    budget: prompt tokens kept per layer and key/value head in the mean of all layers, the window included. window: the
-    last queries, which are looked at and kept. kernel: tokens over which scores are averaged. gamma: what the variance
-    counts beside the mean. tau1, tau2: the higher, the less spread and shift count. unit: as in `snapkv`.
+    Formula:
+      tokens of a layer = window + L (budget - window) P / sum of P over layers, P = (-sum p ln p)^(1/tau1) (sum var
+      p)^(1/tau2); score_s = pool(mean p_s + gamma var p_s)
+
+    Differs:
+      The authors' code keeps a prompt of up to budget + window tokens whole, and compresses again at every decoded
+      token; here a prompt longer than the budget is cut to it once, and decoded tokens stay.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, on average over the layers, the window included.
+      window: last queries of the prompt, which are observed, and whose tokens stay.
+      kernel: neighbors over which scores are averaged.
+      gamma: weight of the variance relative to the mean.
+      tau1: temperature of the spread; the higher, the less it counts.
+      tau2: temperature of the shift; the higher, the less it counts.
+      sinks, unit: as in `make_selection`.
+
+    Reference:
+      CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code
     """
     scorer = ShiftingAttention(window, kernel, "avg", gamma=gamma)
     if budget <= window + sinks:

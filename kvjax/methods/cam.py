@@ -16,8 +16,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +87,27 @@ def _draw_uniform(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> 
     return bits.astype(jnp.float32) * np.float32(2**-24)
 
 
-@recipe(
-    "CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress",
-    Trial(
-        "accumulated:budget=6,recent=2 + cam:window=2", "accumulated:budget=100,recent=2 + cam:window=2", selected(6)
-    ),
-    formula="p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for "
-    "each of them",
-    differs="The authors merge one token a step while decoding, and take the mean over all recent tokens; here all "
-    "tokens that the prompt's selection loses are merged at once, each into its own window, as kvpress does for the "
-    "newest of them.",
-    example="accumulated:budget=256,recent=64 + cam",
-    family="component over a selection",
-)
+@register_method(example="accumulated:budget=256,recent=64 + cam", family="component over a selection")
 def cam(window: int = 32, seed: int = 0) -> Method:
-    """Over a selection: the values of lost tokens are spread over the kept tokens that follow them, by chance.
+    """Spreads the values of evicted tokens, at random by their attention, over the kept tokens that follow them.
 
-    Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. window: kept
-    tokens that take a part each (the authors: 32). seed: of the draws by layer, head and position. Keys stay.
+    Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. Keys stay as
+    they are.
+
+    Formula:
+      p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for each of
+      them
+
+    Differs:
+      The authors merge one token a step while decoding, and take the mean over all recent tokens; here all tokens that
+      the selection evicts from the prompt are merged at once, each into its own window, as kvpress does for the newest
+      of them.
+
+    Args:
+      window: kept tokens among which a value is divided (the authors: 32).
+      seed: seed of the draws, which depend on layer, head and position.
+
+    Reference:
+      CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress
     """
     return Method(merge=ValueSpread(window, seed))

@@ -14,8 +14,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, selected
+from kvjax.methods.registry import register_method
 
 COSINE_TOLERANCE = 1e-6  # below the threshold, so that cosines which differ by rounding are treated alike
 
@@ -75,35 +74,29 @@ def _join_by_token(lost: EvictedTokens) -> Array:
     return lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
 
 
-def _counted(x: Sizes) -> Bytes:
-    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
-
-
-@recipe(
-    "D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code",
-    Trial("accumulated:budget=6,recent=2 + d2o", "accumulated:budget=100,recent=2 + d2o", selected(6)),
-    Trial(
-        "accumulated:budget=6,recent=2 + d2o:rule=paper,count=true",
-        "accumulated:budget=100,recent=2 + d2o:rule=paper,count=true",
-        _counted,
-        name="as in the paper, counted",
-    ),
-    formula="u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or "
-    "(e x + sum of e^u_e x_e) / (e + sum of e^u_e) (paper)",
-    differs="D2O's budgets by layer are left out: the paper gives layers of dense attention more, and spares layers "
-    "0, 1 and the last; here all layers keep equally many. The default follows the public code, whose mean shrinks "
-    "what it merges; the paper's weights are rule=paper. Merging happens once, when the prompt ends, so the moving "
-    "average of thresholds has no use.",
-    example="accumulated:budget=256,recent=64,sinks=4 + d2o",
-    family="component over a selection",
-)
+@register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")
 def d2o(rule: str = "authors", count: bool = False) -> Method:
-    """Over a selection: lost tokens that resemble a kept one are merged into it, keys and values both.
+    """Merges each evicted token that resembles a kept one into it, keys and values both.
 
-    D2O's budgets by layer are not part of this: all layers keep equally many tokens. Use it as in
-    'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. rule: "authors",
-    the public code's mean, or "paper", its exponential weights; see `D2O`. count: a slot also weighs as many times as
-    it stands for tokens (neither does; with it, equal tokens merge exactly). The threshold is the mean similarity in
-    the prompt; its moving average over decode steps does not apply, as nothing is merged while decoding.
+    Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. The
+    threshold is the mean similarity in the prompt.
+
+    Formula:
+      u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or (e x + sum of
+      e^u_e x_e) / (e + sum of e^u_e) (paper)
+
+    Differs:
+      D2O's budgets by layer are left out: the paper gives layers of dense attention more, and spares layers 0, 1 and
+      the last; here all layers keep the same number. The default follows the public code, whose mean shrinks the merged
+      vectors; the paper's weights are rule=paper. Merging happens once, when the prompt ends, so the moving average of
+      thresholds has no use.
+
+    Args:
+      rule: "authors", the public code's mean, or "paper", its exponential weights; see `D2O`.
+      count: whether a slot's attention weight is multiplied by the number of tokens that it stands for (neither source
+        does; with it, equal tokens merge exactly).
+
+    Reference:
+      D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code
     """
     return Method(merge=D2O(rule, count))

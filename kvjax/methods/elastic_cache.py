@@ -17,8 +17,7 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 NUM_LAST_TOKENS = 1  # of a prompt, which always stay and are no anchors
 
@@ -104,23 +103,27 @@ class FixedPointEviction(Policy):
         return jnp.where(is_full & (pos == jnp.sort(pos, 2)[:, :, rank, None]), -1, pos), None
 
 
-@recipe(
-    "Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache",
-    Trial("elastic_cache:budget=6,sinks=1,distance=3", "elastic_cache:budget=100,sinks=1,distance=3", constant(7)),
-    formula="prompt: x_a <- mean of x_a and of all lost x_e for which |a - e| is least, for keys and values; decode: "
-    "over the budget, the token with `distance` newer ones leaves",
-    differs="The public code takes the result of argsort for ranks, so that what it keeps is all but arbitrary, and "
-    "drops tokens at places that are off by its first ones; here real ranks are used. Its budget is a share of the "
-    "text so far, here a number of tokens.",
-    example="elastic_cache:budget=512",
-    family="merging",
-)
+@register_method(example="elastic_cache:budget=512", family="merging")
 def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25) -> Method:
-    """A layer keeps its most attended prompt tokens, averages the others into them, and stays at its size.
+    """Keeps a layer's most attended prompt tokens, averages the others into them, and never grows beyond its budget.
 
-    budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt. sinks: the
-    first tokens, which always stay beside the last one (1 in the evaluation of the public code, 4 in its class).
-    distance: while decoding the token leaves that has so many newer ones (25).
+    Formula:
+      prompt: x_a <- mean of x_a and of all evicted x_e for which |a - e| is least, for keys and values; decode: over
+      the budget, the token with `distance` newer ones leaves
+
+    Differs:
+      The public code takes the result of argsort for ranks, so that its selection is almost arbitrary, and drops tokens
+      at slots that are off by the number of its sinks; here real ranks are used. Its budget is a fraction of the text
+      so far, here a number of tokens.
+
+    Args:
+      budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt.
+      sinks: first tokens that always stay, as does the last one (1 in the evaluation of the public code, 4 in its
+        class).
+      distance: the token that leaves while decoding has this many newer ones (25).
+
+    Reference:
+      Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache
     """
     select = make_selection(AccumulatedAttention(), budget, sinks, NUM_LAST_TOKENS, per="layer")
     return Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))

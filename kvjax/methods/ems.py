@@ -26,8 +26,7 @@ from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,26 +110,30 @@ def _norms(keys: Array) -> Array:
     return jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True)
 
 
-@recipe(
-    "EMS, Li et al. 2024, arXiv 2412.08521",
-    Trial("ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selected(6)),
-    formula="score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_centre) >= threshold: "
-    "v <- sum of s v / sum of s, k likewise in direction and in norm",
-    differs="The paper has no public code. Unverified: that all heads have the same budget and band, that the two "
-    "scores are added as shares, the width of the band, the threshold, the window, and that norms are averaged. "
-    "Merging happens once, when the prompt ends.",
-    example="ems:budget=512",
-    family="merging",
-)
+@register_method(example="ems:budget=512", family="merging")
 def ems(
     budget: TokenBudget = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0
 ) -> Method:
-    """Each head keeps its best tokens by global and local attention, merges the next best, and evicts the rest.
+    """Keeps each head's best tokens by global and local attention, merges the next best into them, and evicts the rest.
 
-    budget: prompt tokens kept per head, the window included (256 in the paper's main table). window: the last queries,
-    whose attention is the local one, and whose tokens stay. band: tokens that may merge, as a multiple of those that
-    stay. threshold: the least cosine of two keys that merge. sinks: first tokens that always stay. The last four have
-    no verified source.
+    Formula:
+      score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_center) >= threshold: v <- sum of
+      s v / sum of s, k likewise in direction and in norm
+
+    Differs:
+      The paper has no public code. Unverified: that all heads have the same budget and band, that the two scores are
+      added as fractions, the width of the band, the threshold, the window, the sinks, and that norms are averaged.
+      Merging happens once, when the prompt ends.
+
+    Args:
+      budget: as in `make_selection`; the window is included (256 in the paper's main table).
+      window: last queries of the prompt, whose attention is the local one, and whose tokens stay.
+      band: tokens that may merge, as a multiple of the kept ones.
+      threshold: lowest cosine of two keys that merge.
+      sinks: as in `make_selection`.
+
+    Reference:
+      EMS, Li et al. 2024, arXiv 2412.08521
     """
     select = make_selection(GlobalLocalAttention(window), budget, sinks, window)
     return Method(select=select, merge=CenterMerge(band, threshold))

@@ -22,8 +22,7 @@ from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,28 +108,27 @@ class H2O(Policy):
         return score / jnp.maximum(num_queries, 1).astype(jnp.float32)
 
 
-@recipe(
-    "H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485",
-    Trial("h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant(6, marks=4)),
-    Trial(
-        "h2o:heavy=3,recent=2,decay=0.9,normalise=visible-count,granularity=layer",
-        "h2o:heavy=90,recent=10,decay=0.9,normalise=visible-count,granularity=layer",
-        constant(6, marks=4),
-        name="one set per layer",
-    ),
-    formula="score_s = sum over queries t >= s of softmax over what is held; over budget, the lowest outside "
-    "the last `recent` leaves",
-    differs="The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.",
-    example="h2o:heavy=256,recent=256",
-    sized_by="heavy,recent",
-    family="eviction at every step",
-)
+@register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
 ) -> Method:
-    """Heavy hitters and recent tokens, chosen again at every step, in constant memory.
+    """Keeps heavy hitters and recent tokens, selected again at every step, in constant memory.
 
-    heavy, recent: tokens (the paper: a tenth of the prompt each). decay: of all scores, each step. normalise: "none"
-    (the paper) or "visible-count". granularity: "kv", each key/value head its own tokens, or "layer".
+    Formula:
+      score_s = sum over queries t >= s of softmax over the cached tokens; over budget, the lowest outside the last
+      `recent` leaves
+
+    Differs:
+      The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.
+
+    Args:
+      heavy: heavy hitters that stay (the paper: a tenth of the prompt).
+      recent: last tokens that always stay (the paper: a tenth of the prompt).
+      decay: factor on all scores at each step, A2SF's forgetting factor.
+      normalise: "none" (the paper) or "visible-count", the number of queries that could see the token.
+      granularity: "kv", where each key/value head has tokens of its own, or "layer".
+
+    Reference:
+      H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485
     """
     return Method(decode=H2O(heavy, recent, decay, normalise, granularity))

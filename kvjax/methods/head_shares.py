@@ -25,8 +25,7 @@ from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
@@ -316,27 +315,28 @@ def _model_shape(spec: LayerSpec) -> tuple[int, int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
 
 
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
-
-
-@recipe(
-    "kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416",
-    # The example table gives one of the battery's two heads 7 of 9 tokens, the other 5: as many pages as 6 and 6.
-    Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
-    formula="head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table "
-    "whose mean over all heads is b / T; whole numbers whose sum is b times the heads of all layers",
-    differs="There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of "
-    "another; here that ranking is made once, on other texts, and each head keeps a number known beforehand.",
-    example="turned_queries:budget=512,level=head + head_shares",
-    family="component over a selection",
-)
+@register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")
 def head_shares(table: str = "shipped", page: int = 16) -> Method:
-    """Over an eviction method: one budget is divided among all heads of all layers by a table calibrated once.
+    """Divides one budget among all heads of all layers by a table that is calibrated once.
 
-    Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. How many tokens a
-    head keeps depends on the prompt's length alone, so shapes and bytes are known before any prompt is read; which
-    tokens, the selection says. Sinks and recent tokens stay in every head. table: a file of kind `head_shares`, which
-    `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
-    and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
+    Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. The number of tokens
+    that a head keeps depends on the prompt's length alone, so shapes and bytes are known before any prompt is read; the
+    selection says which tokens. Sinks and recent tokens stay in every head.
+
+    Formula:
+      head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table whose mean
+      over all heads is b / T; whole numbers whose sum is b times the heads of all layers
+
+    Differs:
+      There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of another;
+      here that ranking is made once, on other texts, and each head keeps a number that is known beforehand.
+
+    Args:
+      table: a file of kind `head_shares`, which `kvjax calibrate head_shares` makes from a few texts; "shipped" for the
+        tables of the shipped model, SmolLM2-135M and Qwen2.5-Coder-0.5B.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416
     """
     return Method(side_store=PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))

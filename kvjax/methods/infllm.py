@@ -23,8 +23,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -298,27 +297,7 @@ def _attend(q: Array, block: KVBlock, is_visible: Array) -> tuple[Array, Partial
     return p, Partial(mix(p, block.v), m, l)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Rows of all tokens on the host; on the device 1 sink, a ring of 14, their mass, and the keys of 9 blocks."""
-    places, blocks = 15, (x.S - 1 - 4) // 2
-    recent = 2 * x.rows(places) + 4 * x.B * x.K * x.G * places + x.G * x.rows(blocks)
-    return Bytes(recent + x.positions(x.S) + 2 * x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3",
-    Trial(
-        "infllm:block=2,sinks=1,local=4,topk=9,representatives=1,chunk=4",
-        "infllm:block=2,sinks=1,local=24,topk=9,representatives=1,chunk=4",
-        _bytes,
-    ),
-    formula="key(block) = mean of the keys without RoPE of its tokens with the most attention mass; "
-    "score(block) = mean query of the chunk at the far angle times key(block), summed over heads",
-    differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device. As in the paper the "
-    "tokens of one call share a lookup: a question fed at once reads other blocks than one fed token by token.",
-    example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128",
-    family="host memory",
-)
+@register_method(example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128", family="host memory")
 def infllm(
     block: int = 128,
     sinks: int = 128,
@@ -328,11 +307,29 @@ def infllm(
     chunk: int = 512,
     per_head: bool = False,
 ) -> Method:
-    """Sinks, a window, and the topk most relevant blocks of the past, whose rows live in pinned host memory.
+    """Reads the sinks, a local window, and the most relevant blocks of the past, which lie in pinned host memory.
 
-    block: tokens of a block. sinks: first tokens, which are always read. local: the window. topk: blocks that are read.
-    representatives: tokens whose mean key stands for a block. chunk: tokens processed at a time; the attention of the
-    prompt is restricted too. per_head: a choice of blocks per key/value head instead of one per layer.
+    The attention of the prompt is restricted in the same way.
+
+    Formula:
+      key(block) = mean of the keys before RoPE of its tokens with the most attention mass; score(block) = mean query of
+      the chunk at the far angle times key(block), summed over heads
+
+    Differs:
+      Blocks are fetched for every chunk: there is no cache of blocks on the device. As in the paper the tokens of one
+      call share a lookup: a question fed at once reads other blocks than one fed token by token.
+
+    Args:
+      block: tokens of a block.
+      sinks: first tokens that are always read.
+      local: tokens of the local window.
+      topk: blocks that are read.
+      representatives: tokens whose mean key represents a block.
+      chunk: prompt tokens that are processed at a time.
+      per_head: whether each key/value head selects its blocks, instead of one set per layer.
+
+    Reference:
+      InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3
     """
     read = BlockReader(block, sinks, local, topk, representatives, chunk, per_head)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

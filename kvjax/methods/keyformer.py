@@ -25,8 +25,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock, exportable
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @exportable
@@ -144,28 +143,30 @@ def temper_weights(weights: Array, noise: Array, tau: Array) -> Array:
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(constant(6, marks=4)(x).device + x.per_row())
-
-
-@recipe(
-    "Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm",
-    Trial("keyformer:budget=5,recent=2", "keyformer:budget=100,recent=10", _bytes),
-    formula="score_s = sum over queries t >= s of softmax_s((q_t k_s / sqrt(H) + Gumbel noise) / tau_t); over budget, "
-    "the lowest outside the last `recent` leaves",
-    differs="The authors' code masks tokens and drops none, hides each token for good that leaves the recent ones, so "
-    "that only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.",
-    example="keyformer:budget=512,recent=153",
-    family="eviction at every step",
-)
+@register_method(example="keyformer:budget=512,recent=153", family="eviction at every step")
 def keyformer(
     budget: int = 1024, recent: int = 307, tau: float = 1.0, tau_end: float = 2.0, steps: int = 100, seed: int = 0
 ) -> Method:
-    """Key tokens and recent tokens, chosen again at every step by attention with noise, in constant memory.
+    """Keeps key tokens and recent tokens, selected again at every step by attention with noise, in constant memory.
 
-    budget: tokens that stay, `recent` included (the authors' runs: 60 percent of the prompt, of these 30 percent
-    recent). tau, tau_end: temperature for the prompt, and at the end of its rise (the paper's). steps: decoded tokens
-    over which it rises: give the length of the answer, as the paper does; 100 is a rise of 0.01 a token, the default of
-    the authors' configuration. seed: of the noise.
+    Formula:
+      score_s = sum over queries t >= s of softmax_s((q_t k_s / sqrt(H) + Gumbel noise) / tau_t); over budget, the
+      lowest outside the last `recent` leaves
+
+    Differs:
+      The authors' code masks tokens and drops none, hides every token for good that leaves the recent ones, so that
+      only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.
+
+    Args:
+      budget: tokens that stay, `recent` included (the authors' runs: 60 % of the prompt).
+      recent: last tokens that always stay (the authors' runs: 30 % of the budget).
+      tau: temperature for the prompt (the paper's).
+      tau_end: temperature at the end of its rise (the paper's).
+      steps: decoded tokens over which the temperature rises. Give the length of the answer, as the paper does; 100 is a
+        rise of 0.01 per token, the default of the authors' configuration.
+      seed: seed of the noise.
+
+    Reference:
+      Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm
     """
     return Method(decode=Keyformer(budget, recent, tau, tau_end, steps, seed))

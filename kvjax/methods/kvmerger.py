@@ -24,8 +24,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,32 +143,29 @@ class GaussianMerge:
         return jnp.where(evicted_mask(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
 
 
-def _counted(x: Sizes) -> Bytes:
-    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
-
-
-_SIZES = "kvmerger:budget={},heavy=1,recent=2"
-
-
-@recipe(
-    "KVMerger, Wang et al. 2024, arXiv 2407.08454",
-    Trial(_SIZES.format(6), _SIZES.format(100), selected(6)),
-    Trial(_SIZES.format(6) + ",count=true", _SIZES.format(100) + ",count=true", _counted, name="counted"),
-    formula="g_i = exp(-|k_p - k_i|^2 / 2 sigma^2), p: the most attended of a set of neighbours; x <- sum of g_i x_i / "
-    "sum of g_i, for keys and values",
-    differs="The paper has no public code. It joins neighbours whose cosine reaches a threshold (0.75); here the "
-    "threshold of each head is what its budget asks for. Unverified: sigma (as in public ports, the root mean square "
-    "distance of the set), how many tokens are left out of merging, and a factor on merged values, in whose place "
-    "stands `count`. No layer is spared.",
-    example="kvmerger:budget=512",
-    family="merging",
-)
+@register_method(example="kvmerger:budget=512", family="merging")
 def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False) -> Method:
-    """Runs of neighbours with similar keys become one token each, until no more than the budget are left.
+    """Merges runs of neighboring tokens with similar keys until no more than the budget are left.
 
-    budget: prompt tokens kept per head, at least 2 heavy + recent + 1. heavy, recent: the most attended and the last
-    tokens, which are not merged (the paper has both; how many is unverified). sigma: of the Gaussian, 0 for each set's
-    own; see `GaussianMerge`. count: a slot also weighs as many times as it stands for tokens.
+    Formula:
+      g_i = exp(-|k_p - k_i|^2 / 2 sigma^2), p: the most attended token of a set of neighbors; x <- sum of g_i x_i / sum
+      of g_i, for keys and values
+
+    Differs:
+      The paper has no public code. It joins neighbors whose cosine reaches a threshold (0.75); here each head has the
+      threshold that its budget asks for. Unverified: sigma (as in public ports, the root mean square distance of the
+      set), how many tokens are left out of merging, and a factor on merged values, which `count` replaces. No layer is
+      spared.
+
+    Args:
+      budget: prompt tokens kept per head, at least 2 heavy + recent + 1.
+      heavy: most attended tokens, which are not merged (in the paper; their number is unverified).
+      recent: last tokens, which are not merged (in the paper; their number is unverified).
+      sigma: width of the Gaussian, 0 for each set's own; see `GaussianMerge`.
+      count: whether a slot's attention weight is multiplied by the number of tokens that it stands for.
+
+    Reference:
+      KVMerger, Wang et al. 2024, arXiv 2407.08454
     """
     sets = MergeSets(budget, heavy, recent)
     return Method(

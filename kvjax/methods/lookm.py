@@ -16,8 +16,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 RULES = ("pivot", "average", "weighted", "normalised")
 
@@ -97,26 +96,31 @@ def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-@recipe(
-    "LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M",
-    Trial("lookm:budget=6,recent=2,sinks=1,images=1-4", "lookm:budget=100,recent=2,images=1-4", selected(6)),
-    formula="e = argmax cos(k_e, k_kept); pivot: x <- (x + sum of (x_e + x) / 2) / (1 + N), for keys and values",
-    differs="The public code keeps all text beside its budget, here text has the first claim on it; its 'average' and "
-    "'weighted' leave out lost tokens of low similarity (the latter is then `d2o`, and the former mixes its tokens "
-    "up), here as in the paper all are merged. Merging happens once, when the prompt ends.",
-    example="lookm:budget=512,recent=256",
-    family="merging",
-)
+@register_method(example="lookm:budget=512,recent=256", family="merging")
 def lookm(
     budget: TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
 ) -> Method:
-    """Heavy hitters and recent tokens stay, text before images; what leaves is merged into the nearest of them.
+    """Keeps heavy hitters and recent tokens, text before images, and merges evicted tokens into the nearest kept ones.
 
-    budget, recent, sinks: prompt tokens that each head keeps, and the last and first among them that always stay (the
-    public code: a tenth of the prompt recent and as much heavy, and the first 4 where nothing tells images from text).
-    rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `NearestMerge`. images:
-    the positions that leave first, in every row, as in "5-580/600-1175": for a model of text a part of the prompt that
-    matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
+    Formula:
+      e = argmax cos(k_e, k_kept); pivot: x <- (x + sum of (x_e + x) / 2) / (1 + N), for keys and values
+
+    Differs:
+      The public code keeps all text in addition to its budget, here text has the first claim on it. Its 'average' and
+      'weighted' leave out evicted tokens of low similarity (the latter is then `d2o`, and the former confuses its
+      tokens); here, as in the paper, all are merged. Merging happens once, when the prompt ends.
+
+    Args:
+      budget: as in `make_selection` (the public code: a fifth of the prompt).
+      recent: as in `make_selection` (the public code: a tenth of the prompt).
+      sinks: as in `make_selection` (the public code: 4 where nothing tells images from text).
+      rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `NearestMerge`.
+      images: positions that leave first, in every sequence, as in "5-580/600-1175". For a text model it can name a part
+        of the prompt that matters less, such as a pasted table. If empty, no token has a prior, and the selection is
+        H2O's.
+
+    Reference:
+      LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M
     """
     return Method(
         select=make_selection(TextPrior(_parse_ranges(images)), budget, sinks, recent),

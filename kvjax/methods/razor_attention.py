@@ -25,9 +25,8 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
+from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Recency
-from kvjax.methods.trial import Bytes, Sizes, Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +90,7 @@ class Compensation:
         return dataclasses.replace(kept, k=compensate(kept.k, block.k), v=compensate(kept.v, block.v), bias=bias)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """One of the battery's two heads keeps all 9 tokens, the other 4: 7 in the mean; each slot of a page has a bias."""
-    return paged(7, page=4, bias=True)(x)
-
-
-@recipe(
-    "RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments",
-    Trial(
-        "razor_attention:sinks=1,recent=2,induction=0.5,page=4",
-        "razor_attention:sinks=1,recent=100,induction=0.5,page=4",
-        _bytes,
-    ),
-    formula="retrieval heads keep all; others sinks, the last max(S0, N / C) and one token (mean k, mean v) of the N_d "
-    "between them, with ln N_d on its logit",
-    differs="The buffer is measured once, when the prompt ends, and all heads keep what is decoded. Unverified: "
-    "that the token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.",
-    example="razor_attention:recent=256",
-    family="heads of unequal length",
-)
+@register_method(example="razor_attention:recent=256", family="heads of unequal length")
 def razor_attention(
     recent: int = 4000,
     part: int = 5,
@@ -119,13 +100,28 @@ def razor_attention(
     table: str = "shipped",
     page: int = 16,
 ) -> Method:
-    """After the prompt retrieval heads keep all of its tokens, the others first and last ones and one for all between.
+    """Keeps the whole prompt in retrieval heads; other heads keep its ends and one token that averages the rest.
 
-    recent, part: the last tokens that other heads keep, or one in `part` of the prompt's where that is more (the paper:
-    4000 and 5; 0 for never). sinks: the first ones (4). echo, induction: shares of the model's key/value heads that
-    are retrieval heads, by either score (0.01 and 0.14). table: a file of kind `retrieval_heads`, which `kvjax
-    calibrate retrieval_heads` makes of random tokens; "shipped" for the shipped model's. page: slots of the pages in
-    which heads of unequal length are held.
+    Formula:
+      retrieval heads keep all; others the sinks, the last max(S0, N / C) and one token (mean k, mean v) of the N_d
+      between them, with ln N_d on its logit
+
+    Differs:
+      The buffer's size is set once, when the prompt ends, and all heads keep decoded tokens. Unverified: that the
+      averaged token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.
+
+    Args:
+      recent: last tokens that the other heads keep (the paper: 4000).
+      part: they keep one in `part` of the prompt's tokens where that is more than `recent` (the paper: 5; 0 for never).
+      sinks: first tokens that the other heads keep (the paper: 4).
+      echo: fraction of the model's key/value heads that are retrieval heads by the echo score (the paper: 0.01).
+      induction: likewise by the induction score (the paper: 0.14).
+      table: a file of kind `retrieval_heads`, which `kvjax calibrate retrieval_heads` makes from random tokens;
+        "shipped" for the shipped model's.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments
     """
     rule = RazorBudgets(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
     return Method(

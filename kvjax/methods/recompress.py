@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,8 +16,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,34 +146,23 @@ def _add_query(observation: Observation, q: Array, q_pos: Array) -> Observation:
     return Observation(new.reshape(observation.q.shape), memory.put(observation.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
-def _bytes(slots: int) -> Callable[[Sizes], Bytes]:
-    """A selection of two last queries: these, with their positions, are kept beside the slots."""
-
-    def count(x: Sizes) -> Bytes:
-        queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
-        return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + queries)
-
-    return count
-
-
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + recompress:every={}"
-_KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:every={}"
-
-
-@recipe(
-    "periodic compression while decoding, as kvpress' DecodingPress does it",
-    Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3 + 1)),
-    Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2 + 1), name="over kvcrush"),
-    formula="whenever budget + every tokens are held: the selection is made again by the latest queries",
-    differs="kvpress compresses after a step's attention, here before the next token comes in, whose query is asked "
-    "too; it also counts steps below its target, and rotates every buffered query to the newest position.",
-    example="snapkv:budget=512 + recompress:every=32",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")
 def recompress(every: int = 128) -> Method:
-    """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
+    """Returns an eviction method to its budget whenever `every` tokens have been decoded, in constant memory.
 
-    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. every: decoded tokens between compressions
-    (kvpress: 512). The scorer looks at the latest queries.
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer observes the latest queries.
+
+    Formula:
+      whenever budget + every tokens are cached, the selection is made again by the latest queries
+
+    Differs:
+      kvpress compresses after a step's attention, here before the next token comes in, whose query is observed too;
+      kvpress also counts steps below its target, and rotates every buffered query to the newest position.
+
+    Args:
+      every: decoded tokens between compressions (kvpress: 512).
+
+    Reference:
+      periodic compression while decoding, as kvpress' DecodingPress does it
     """
     return Method(decode=Recompress(every))

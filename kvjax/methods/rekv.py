@@ -18,8 +18,7 @@ from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -95,28 +94,30 @@ def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
     return dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    numbers = x.B * x.K * x.H * (-(-x.S // 2) + x.G)
-    return Bytes(4 * numbers + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision",
-    Trial("rekv:topk=1,block=2,sinks=1,recent=2", "rekv:topk=99,block=2,sinks=1,recent=2", _bytes),
-    formula="score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both without RoPE "
-    "and over all heads of the layer as one vector",
-    differs="A question's tokens look up one after the other, by the mean so far, and those of its answer count too; "
-    "keys keep their positions, which the authors count anew; the cosine is the paper's, their code takes the product.",
-    example="rekv:topk=4,block=64,recent=128",
-    family="host memory",
-)
+@register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")
 def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
-    """A context is read and kept on the host; question and answer read the blocks that the question's mean finds.
+    """Stores a context on the host; question and answer read the blocks that the question's mean query finds.
 
-    Made for video, where a block is a frame; in text it is a stretch of tokens. topk: blocks that are read. block:
-    tokens (a frame of LLaVA-OneVision has 196). sinks: first tokens, always read (the authors: what comes before the
-    video). recent: last tokens, always read, for question and answer. Unlike `infllm`, all keys of a block make its
-    key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
+    The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, all keys
+    of a block make its key, the prompt attends exactly, and one question goes on asking: ask it of a context by
+    `kvjax.read`.
+
+    Formula:
+      score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both before RoPE and over all
+      heads of the layer as one vector
+
+    Differs:
+      A question's tokens look up one after the other, by the mean so far, and those of its answer count too; keys keep
+      their positions, which the authors renumber; the cosine is the paper's, their code takes the product.
+
+    Args:
+      topk: blocks that are read.
+      block: tokens of a block (a frame of LLaVA-OneVision has 196).
+      sinks: first tokens, which are always read (the authors: the tokens before the video).
+      recent: last tokens, which are always read, for question and answer.
+
+    Reference:
+      ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision
     """
     check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
     return Method(k=Host(Plain()), v=Host(Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent))

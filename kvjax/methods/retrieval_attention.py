@@ -21,8 +21,7 @@ from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -121,24 +120,26 @@ def _search_logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
     return s if state.bias is None else s + state.bias[:, :, None, None]
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(1 + 2) + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference",
-    Trial("retrieval_attention:topk=2,sinks=1,recent=2", "retrieval_attention:topk=100,sinks=1,recent=2", _bytes),
-    formula="a query reads s < sinks, s > t - recent, and of the others the topk of the largest q_t k_s",
-    differs="The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is "
-    "approximate, by an index that follows the distribution of queries.",
-    example="retrieval_attention:sinks=64,recent=256",
-    family="host memory",
-)
+@register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")
 def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> Method:
-    """Keys and values lie on the host, where each query head's best keys are searched; exactly, without an index.
+    """Stores keys and values on the host, where each query head's best keys are found by exact search.
 
-    topk: keys that a query head finds (unverified: the paper's; Microsoft's code takes 2,000). sinks, recent: first and
-    last tokens, held on the device too and always read. The products of a search are computed by the host, and only
-    they and the rows found cross over. A prompt attends exactly.
+    Attention in the prompt is exact. The host computes the products of a search; only they and the token vectors found
+    cross the bus.
+
+    Formula:
+      a query reads s < sinks, s > t - recent, and of the others the topk of the largest q_t k_s
+
+    Differs:
+      The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is
+      approximate, by an index that follows the distribution of queries.
+
+    Args:
+      topk: keys that a query head finds (unverified: the paper's; Microsoft's code takes 2,000).
+      sinks: first tokens, which also lie on the device and are always read.
+      recent: last tokens, which also lie on the device and are always read.
+
+    Reference:
+      RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference
     """
     return Method(k=Host(Plain()), v=Host(Plain()), read=HostSearch(topk, sinks, recent))

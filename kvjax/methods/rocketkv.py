@@ -16,8 +16,7 @@ from kvjax.core.attention import MASKED_LOGIT, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,35 +55,32 @@ class HybridBoxes(Boxes):
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(7)
-    boxes = 2 * x.rows(-(-slots // 2))
-    return Bytes(2 * x.rows(slots) + boxes + x.positions(slots, per_head=True) + x.per_row())
-
-
-@recipe(
-    "RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM",
-    Trial(
-        "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3",
-        "rocketkv:budget=100,topk=100,page=2,window=2,kernel=3",
-        _bytes,
-    ),
-    formula="score(page) = mean over query heads of softmax(sum over channels c of q_c M_c / t), M_c the page's max "
-    "or min by the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|",
-    differs="Whole pages are read instead of single tokens, and always the query's own; pages are as long from step to "
-    "step, whatever has come.",
-    example="rocketkv:budget=1024,topk=256",
-    family="sparse reading",
-)
+@register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")
 def rocketkv(
     budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63
 ) -> Method:
-    """After the prompt each head keeps what SnapKV keeps, generously; a query then reads only the best pages of that.
+    """Keeps a generous selection by SnapKV; a query then reads only the best pages of it.
 
-    budget, window, kernel: of the prompt, as in `snapkv`, with max pooling. topk: tokens that a query reads, in whole
-    pages, its own page included (TensorRT-LLM: 64 pages). page: tokens. channels: the share of the head size by which
-    pages are found (the authors shrink tokens and channels alike: 1 / page; TensorRT-LLM takes all). A prompt attends
-    exactly.
+    Attention in the prompt is exact.
+
+    Formula:
+      score(page) = mean over query heads of softmax(sum over channels c of q_c M_c / t), M_c the page's max or min by
+      the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|
+
+    Differs:
+      Whole pages are read instead of single tokens, and always the query's own; the page length is fixed, whatever the
+      length of the text.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, the window included.
+      topk: tokens that a query reads, in whole pages, its own page included (TensorRT-LLM: 64 pages).
+      page: tokens of a page.
+      channels: fraction of the head size by which pages are found (the authors shrink tokens and channels alike: 1 /
+        page; TensorRT-LLM takes all).
+      window, kernel: as in `snapkv`; the pooling is a maximum.
+
+    Reference:
+      RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM
     """
     check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:

@@ -24,8 +24,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,23 +154,25 @@ def count_below_mean(
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
 
 
-@recipe(
-    "Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4",
-    Trial(
-        "scissorhands:budget=6,history=4,recent=2", "scissorhands:budget=90,history=4,recent=2", constant(7, marks=4)
-    ),
-    formula="count_s = how often softmax(q_t k_s) < 1 / (tokens held) in the last `history` steps; over budget, "
-    "the highest counts leave, m at a time",
-    differs="All layers have the same budget, where the paper gives later layers more (unverified: how much). The "
-    "history is one count per slot from the compression before; with m + 1 >= history, the paper's setting, that is "
-    "the same.",
-    example="scissorhands:budget=512",
-    family="eviction at every step",
-)
+@register_method(example="scissorhands:budget=512", family="eviction at every step")
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
-    """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
+    """Drops, in batches, the tokens whose attention was most often below the mean, in constant memory.
 
-    The paper's larger budgets of later layers are not part of this. history: so many last steps count. recent: tokens
-    that always stay. drop: share of the budget that goes at a time.
+    Formula:
+      count_s = how often softmax(q_t k_s) < 1 / (cached tokens) in the last `history` steps; over budget, the highest
+      counts leave, m at a time
+
+    Differs:
+      All layers have the same budget, where the paper gives later layers more (unverified: how much). The history is
+      one count per slot since the last compression; with m + 1 >= history, the paper's setting, that is the same.
+
+    Args:
+      budget: tokens of each key/value head.
+      history: last steps that count.
+      recent: last tokens that always stay.
+      drop: fraction of the budget that is dropped at a time.
+
+    Reference:
+      Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4
     """
     return Method(decode=Scissorhands(budget, history, recent, drop))

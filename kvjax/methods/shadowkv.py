@@ -22,8 +22,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -142,34 +141,28 @@ class ShadowStore(SideStore):
         return KVBlock(inner.keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Of 9 tokens the first 6 in chunks of 2, at rank 8; room for one outlier chunk, a local one, and one left over."""
-    slots = x.left(5)
-    exact = 2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row()
-    keys = x.B * 6 * 8 * x.itemsize + 4 * x.B * x.K * x.H * 8
-    return Bytes(exact + keys + x.rows(3) + x.positions(6, per_head=True), x.rows(6))
-
-
-@recipe(
-    "ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code",
-    Trial(
-        "shadowkv:budget=2,chunk=2,rank=8,outliers=1,local=1",
-        "shadowkv:budget=100,chunk=2,rank=64,outliers=1,local=1",
-        _bytes,
-    ),
-    formula="K = U_r S_r V_r^T of a prompt's keys before RoPE, all heads together; score(chunk) = max over a head's "
-    "queries of softmax(q mean(chunk) / sqrt(d)); k' = RoPE((U_r S_r V_r^T)[chunk])",
-    differs="The right singular vectors come from the keys' outer products, which gives the same factors; each query "
-    "chooses its chunks, where the code adds up those of one call; a prompt shorter than the budget is no error.",
-    example="shadowkv:budget=512,rank=16",
-    family="host memory",
-)
+@register_method(example="shadowkv:budget=512,rank=16", family="host memory")
 def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> Method:
-    """Keys of a prompt in low rank and its values on the host; landmarks of chunks say which are rebuilt and fetched.
+    """Stores a prompt's keys in low rank and its values on the host, and reads the chunks that landmarks select.
 
-    budget: tokens that a query reads of the chunks. chunk: tokens. rank: numbers of a token for all heads together, at
-    most all of their channels. outliers: chunks of each head that are exact because a token of them is unlike their
-    mean. local: so many last chunks of the prompt are exact, and all that is decoded (2048, 8, 160, 48, 4). Attention
-    in the prompt is exact.
+    Decoded tokens and the prompt's own attention are exact. The defaults are the authors'.
+
+    Formula:
+      K = U_r S_r V_r^T of a prompt's keys before RoPE, all heads together; score(chunk) = max over a head's queries of
+      softmax(q mean(chunk) / sqrt(d)); k' = RoPE((U_r S_r V_r^T)[chunk])
+
+    Differs:
+      The right singular vectors come from the keys' outer products, which gives the same factors; each query selects
+      its chunks, where the code adds up those of one call; a prompt shorter than the budget is no error.
+
+    Args:
+      budget: tokens that a query reads in chunks.
+      chunk: tokens of a chunk.
+      rank: numbers stored per token for all heads together, at most all of their channels.
+      outliers: chunks of each head that are exact because one of their tokens is unlike their mean.
+      local: last chunks of the prompt that are exact.
+
+    Reference:
+      ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code
     """
     return Method(side_store=ShadowStore(budget, chunk, rank, outliers, local))

@@ -12,8 +12,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +68,24 @@ class SinksAndRecent(Policy):
         return jnp.where(pos < self.sinks, pos, pos - base)
 
 
-@recipe(
-    "StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2",
-    Trial("streaming_llm:recent=3,sinks=2", "streaming_llm:recent=90,sinks=2", constant(6)),
-    Trial(
-        "streaming_llm:recent=3,sinks=2,reindex=false",
-        "streaming_llm:recent=90,sinks=2,reindex=false",
-        constant(6),
-        name="true positions",
-    ),
-    formula="t sees the first `sinks` tokens, the last `recent` ones and itself, at their indices in the cache",
-    example="streaming_llm:recent=508",
-    sized_by="recent",
-    family="eviction at every step",
-)
+@register_method(example="streaming_llm:recent=508", family="eviction at every step", sized_by="recent")
 def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> Method:
-    """The first and the most recent tokens, in constant memory for a text without end.
+    """Keeps the first and the most recent tokens, in constant memory for a text of any length.
 
-    reindex: positions are indices inside the cache (the paper); False: true positions. A prompt is attended in full.
+    Attention in the prompt is exact.
+
+    Formula:
+      t sees the first `sinks` tokens, the last `recent` ones and itself, at their indices in the cache
+
+    Differs:
+      No difference is known; reindex=false keeps true positions, as kvpress and KVCache-Factory do.
+
+    Args:
+      recent: last tokens that stay.
+      sinks: first tokens that always stay (the paper: 4).
+      reindex: whether positions are indices inside the cache (the paper) instead of true positions.
+
+    Reference:
+      StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2
     """
     return Method(decode=SinksAndRecent(recent, sinks), positions="cache" if reindex else "true")

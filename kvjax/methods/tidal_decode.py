@@ -18,8 +18,7 @@ from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, everything
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +107,26 @@ def _find_slots(slot_pos: Array, pos: Array) -> Array:
     return jnp.where(exists, slot, -1).reshape(pos.shape)
 
 
-@recipe(
-    "TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3",
-    Trial("tidal_decode:topk=3,dense=0", "tidal_decode:topk=100,dense=0", everything),
-    formula="layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last choosing layer below l",
-    differs="A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation "
-    "code may drop it.",
-    example="tidal_decode:topk=256,dense=1,reselect=2",
-    family="sparse reading",
-)
+@register_method(example="tidal_decode:topk=256,dense=1,reselect=2", family="sparse reading")
 def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
-    """Nothing is lost, but most layers read only the tokens that a layer below them has found to count.
+    """Reads, in most layers, only the tokens that an earlier layer selected by its exact attention; no token is lost.
 
-    topk: tokens that a query head reads in such a layer, its own included. dense: so many first layers read everything;
-    the next one too, and it chooses. reselect: the layer, counted from 0, that chooses again (the authors' code: 13 for
-    Llama 3 with 32 layers, 9 in an earlier version). A prompt attends exactly. On a model of fewer layers nothing is
-    chosen again.
+    Attention in the prompt is exact.
+
+    Formula:
+      layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last selecting layer below l
+
+    Differs:
+      A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation code may
+      drop it.
+
+    Args:
+      topk: tokens that a query head reads in such a layer, its own included.
+      dense: first layers that read everything; the next one does too, and it selects.
+      reselect: the layer, counted from 0, that selects again (the authors' code: 13 for Llama 3 with 32 layers, 9 in an
+        earlier version). A model of fewer layers has none.
+
+    Reference:
+      TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3
     """
     return Method(read=PersistentTokens(topk, dense, reselect))

@@ -15,8 +15,7 @@ from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +69,21 @@ class Tova(Policy):
             )
 
 
-@recipe(
-    "TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2",
-    Trial("tova:budget=4", "tova:budget=100", constant(5)),
-    Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", constant(5), name="keeps the newest"),
-    formula="w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves",
-    example="tova:budget=512",
-    family="eviction at every step",
-)
+@register_method(example="tova:budget=512", family="eviction at every step")
 def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
-    """Over budget, the token that the newest query attends to least leaves, in constant memory.
+    """Evicts, over the budget, the token that the newest query attends to least, in constant memory.
 
-    budget: tokens that stay after each step, the newest included (the paper: an eighth to a quarter of the text).
-    keep_newest: the newest token always stays (kvpress); by default it competes, as in the authors' code.
+    Formula:
+      w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves
+
+    Differs:
+      No difference from the authors' code is known; keep_newest=true is kvpress' rule.
+
+    Args:
+      budget: tokens that stay after each step, the newest included (the paper: an eighth to a quarter of the text).
+      keep_newest: whether the newest token always stays (kvpress); by default it competes, as in the authors' code.
+
+    Reference:
+      TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2
     """
     return Method(decode=Tova(budget, keep_newest))

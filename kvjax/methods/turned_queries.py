@@ -22,8 +22,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged, selected
+from kvjax.methods.registry import register_method
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 
@@ -102,25 +101,7 @@ class TurnedQueries(Scorer):
         return observation._replace(q=jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos=pos)
 
 
-@recipe(
-    "kvjax's own",
-    Trial(
-        "turned_queries:budget=5,sinks=1,ahead=4,page=4", "turned_queries:budget=100,page=4", paged(5, page=4, beside=5)
-    ),
-    Trial(
-        "turned_queries:budget=5,sinks=1,ahead=4,level=head",
-        "turned_queries:budget=100,level=head",
-        selected(5),
-        name="level=head",
-    ),
-    formula="score_s = max over queries t of the prompt, and over query heads, of "
-    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p; the L K budget pairs "
-    "of the highest scores stay, of all heads of all layers",
-    differs="There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the "
-    "prompt's own queries, so that the model runs once.",
-    example="turned_queries:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="turned_queries:budget=512", family="eviction after the prompt")
 def turned_queries(
     budget: TokenBudget = 1024,
     ahead: int = 32,
@@ -132,16 +113,33 @@ def turned_queries(
     level: str = "model",
     page: int = 16,
 ) -> Method:
-    """After the prompt the model keeps the tokens that the prompt's own queries would attend to from behind it.
+    """Keeps the tokens that the prompt's own queries would attend to if they came after it.
 
-    budget: prompt tokens kept per layer and key/value head in the mean, those that always stay included. ahead: tokens
-    between the prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that
-    always stay. reduce: "max" or "mean" over the queries. stride, last: every so many-th query of this last fraction of
-    the prompt asks, and costs fall in proportion (1 and 1.0: all). level: who shares the budget by one ranking of
-    scores: "model", all heads of all layers, for which it is made; "layer", all heads of a layer; or "head", where
-    every head keeps equally many tokens. page: slots of the pages in which heads of unequal length are held, if level
-    is not "head". Costs one more attention pass over the prompt, and no run of the model; with level=model bytes are
-    planned as an upper bound, and scores are computed twice.
+    It costs one more attention pass over the prompt, and no run of the model. With level=model bytes are planned as an
+    upper bound, and scores are computed twice.
+
+    Formula:
+      score_s = max over queries t of the prompt, and over query heads, of softmax_s(R(T + ahead) R(-t) q_t . k_s) over
+      all T tokens, R(p) the rotation of position p; the L K budget pairs of the highest scores stay, of all heads of
+      all layers
+
+    Differs:
+      There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the prompt's
+      own queries, so that the model runs once.
+
+    Args:
+      budget: as in `make_selection`, on average over the heads that share it; tokens that always stay are included.
+      ahead: tokens between the prompt's end and the position that its queries are rotated to.
+      sinks, recent: as in `make_selection`.
+      reduce: "max" or "mean" over the queries.
+      stride: every stride-th query is used, and costs fall in proportion.
+      last: fraction of the prompt, at its end, whose queries are used.
+      level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, for which it is
+        made; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
+      page: slots of a page, in which heads of unequal length are stored, unless level is "head".
+
+    Reference:
+      kvjax's own
     """
     return Method(
         select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),

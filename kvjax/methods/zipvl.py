@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import Channelwise
-from kvjax.cache.codecs.chunk_quant import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -19,9 +18,8 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
-from kvjax.methods.zipcache import ProbeAttention, tiers_bytes
+from kvjax.methods.registry import register_method
+from kvjax.methods.zipcache import ProbeAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +80,7 @@ class UnimportantTokens(PrecisionTiers):
         return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Of 9 prompt tokens, room for 7 (70 %, rounded up) in 4 bits and for 8 (all but 20 %, rounded down) in 2."""
-    return tiers_bytes(x, 7, 8)
-
-
-@recipe(
-    "ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256",
-    Trial("zipvl:every=3,least=0.2,most=0.7", "", _bytes),
-    formula="p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the "
-    "p tokens of the highest normalised attention in 4 bits, the others in 2",
-    differs="The prompt's own attention is exact, where the paper reads the important tokens alone: that choice comes "
-    "from the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most "
-    "bound the count. Without public code; unverified: tau, and that p counts attention before it is normalised.",
-    example="zipvl:least=0.2,most=0.6",
-    family="quantization by channel and group",
-)
+@register_method(example="zipvl:least=0.2,most=0.6", family="quantization by channel and group")
 def zipvl(
     tau: float = 0.97,
     least: float = 0.0,
@@ -109,11 +92,26 @@ def zipvl(
     normalise: str = "queries",
     seed: int = 0,
 ) -> Method:
-    """All tokens of a prompt in few bits, and in fewer those that a layer's attention can do without.
+    """Quantizes a prompt, and gives fewer bits to the tokens that a layer's attention can do without.
 
-    tau: the share of the attention that important tokens keep. least, most: bounds on their share of a head's tokens;
-    the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
-    is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
+    Formula:
+      p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the p tokens
+      of the highest normalised attention in 4 bits, the others in 2
+
+    Differs:
+      The prompt's own attention is exact, where the paper reads the important tokens alone: that selection depends on
+      the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most bound
+      the count. There is no public code; unverified: tau, and that p counts attention before it is normalized.
+
+    Args:
+      tau: fraction of the attention that important tokens keep.
+      least: lower bound on their fraction of a head's tokens. Arrays cannot shrink with the data, so the tiers take
+        `most` times `high` and 1 - `least` times `low` bits a number (the paper: no bounds).
+      most: upper bound on that fraction.
+      low, high, every, probes, normalise, seed: as in `zipcache`.
+
+    Reference:
+      ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256
     """
     keys, values = Channelwise(low), SeparableTokenwise(low)
     tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)

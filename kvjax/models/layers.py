@@ -32,19 +32,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear map named by axis letters: x [... in-axes] -> [... out-axes].
+    """A linear map named by axis letters: x [... in-axes] -> [... out-axes]."""
 
-    Attributes:
-      axes: of the kernel, as "D K G H", input axes first.
-      shape: of the kernel.
-      contract: number of input axes.
-      bias: whether a bias is added.
-      dtype: of the parameters.
-    """
-
-    axes: str
-    shape: Sequence[int]
-    contract: int = 1
+    axes: str  # of the kernel, as "D K G H", input axes first
+    shape: Sequence[int]  # of the kernel
+    contract: int = 1  # number of input axes
     bias: bool = False
     dtype: jnp.dtype = jnp.float32
 

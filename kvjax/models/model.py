@@ -38,21 +38,12 @@ need be.
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """A decoder with its parameters, and what turns text into its token ids.
-
-    Attributes:
-      config: the architecture.
-      params: parameter tree of `kvjax.models.Decoder`.
-      tokenizer: None where the checkpoint has none.
-      mesh: where the parameters live, None for one device.
-      name: for display.
-      chat_template: None where the checkpoint has none.
-    """
+    """A decoder with its parameters, and the tokenizer and chat template of its checkpoint, if it has any."""
 
     config: Config
-    params: Any
+    params: Any  # parameter tree of `kvjax.models.Decoder`
     tokenizer: Tokenizer | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  # where the parameters live
     name: str = ""
     chat_template: ChatTemplate | None = None
 

@@ -60,14 +60,9 @@ class Tokenizer:
         return self.inner.get_vocab_size()
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Encodes a text.
+        """Encodes a text; `special_tokens` adds those of the tokenizer's post-processor, as bos.
 
-        Args:
-          text: what to encode.
-          special_tokens: whether to add the tokens that the tokenizer's post-processor adds, as bos.
-
-        Raises:
-          KvjaxError: for a text that is not valid Unicode, and for one at which the tokenizer fails.
+        Raises KvjaxError for a text that is not valid Unicode, and for one at which the tokenizer fails.
         """
         try:
             text.encode()

@@ -1,4 +1,4 @@
-"""Locks on folders that one process at a time may write. They end with their process, however it ends."""
+"""Locks that let one process at a time write a folder. They end with their process, however it ends."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_cache_that_was_used_up_has_no_bytes():
 
 
 def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
-    monkeypatch.setattr(checks, "_TOLD", set())
+    monkeypatch.setattr(checks, "_WARNED_METHODS", set())
     short = [[1, 2, 3]]
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"

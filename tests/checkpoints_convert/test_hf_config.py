@@ -101,7 +101,7 @@ def test_other_rope_scalings_are_refused_by_name(kind, key):
         ({}, "model_type None"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq.*dequantised"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq.*dequantized"),
         ({"model_type": "llama", "per_layer_config": {"0": {}}}, "per_layer_config"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "llama", "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),

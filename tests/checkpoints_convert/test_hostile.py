@@ -172,7 +172,7 @@ def test_escape_codes_in_names_and_values_do_not_reach_the_terminal(hf, tmp_path
 
 
 def edited(directory: Path, change) -> str:
-    """What is said of a manifest that was changed, its digest with it."""
+    """Returns the error of a manifest that was changed together with its digest."""
     raw = json.loads((directory / checkpoint.MANIFEST).read_text())
     raw.pop("digest")
     change(raw)

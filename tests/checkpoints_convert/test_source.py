@@ -50,7 +50,7 @@ def test_all_problems_with_names_and_shapes_are_told_together(hf):
     assert "model.norm.weight: missing" in said
     assert "model.stranger: no such tensor" in said
     assert "lm_head.weight: shape [40, 15], config.json says [40, 16]" in said
-    assert "model.embed_tokens.weight: stored as I8; save it dequantised" in said
+    assert "model.embed_tokens.weight: stored as I8; save it dequantized" in said
 
 
 def test_missing_head_names_the_key_that_would_explain_it(hf):

@@ -210,7 +210,7 @@ def _stepped(layer: BoundLayer):
 
 
 def stack(d: Data, count: int = STEPS) -> Fresh:
-    """The fresh tokens of so many steps, one behind the other."""
+    """The new tokens of `count` steps, stacked along a leading axis."""
     return jax.tree.map(lambda *x: jnp.stack(x), *[d.token(t) for t in range(count)])
 
 

@@ -218,7 +218,7 @@ def test_strings_and_values_are_taken_alike(model):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (kvjax.methods.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.methods.kcache\(\)"),
+        (kvjax.methods.kcache, r"kcache is a function that makes a method: call it, as in kvjax.methods.kcache\(\)"),
         (None, "a method is a value such as .* or a string such as 'kcache:n=64', got None"),
         (["full"], r"a method is a value .* got \['full'\]"),
         (LastTokens, "a method is a value .* got <class"),
@@ -229,7 +229,7 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
         kvjax.prefill(model, [[1]], wrong)
 
 
-def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
+def test_a_changed_value_is_not_called_by_the_string_that_made_it():
     made = kvjax.methods.kcache(n=64)
     assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
     changed = dataclasses.replace(made, device_layers=3)

@@ -24,11 +24,11 @@ from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine import sharded_layer
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 from tests.contract import layer
+from tests.contract.cases import FIRST_CASES
 
 B, K, G, H = 4, 4, 2, 32
 LENGTHS = np.array([9, 1, 6, 4], np.int32)
@@ -55,9 +55,9 @@ OTHERS = (
 
 
 def battery() -> list[tuple[str, tuple[int, int]]]:
-    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each recipe's first trial."""
-    trials = sorted({recipe.trials[0].small for recipe in load_all().values()} - set(ALL_HEADS))
-    return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(trials, itertools.cycle(MESHES[:2]))]
+    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each method's first case."""
+    first_cases = sorted({case.small for case in FIRST_CASES.values()} - set(ALL_HEADS))
+    return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(first_cases, itertools.cycle(MESHES[:2]))]
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:

@@ -1,4 +1,4 @@
-"""Products of few and of many rows beside NumPy's, whatever form they take."""
+"""Matrix products of few and of many tokens against NumPy's, in each form that they take."""
 
 from __future__ import annotations
 

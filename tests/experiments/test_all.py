@@ -59,25 +59,25 @@ def test_the_summary_names_every_script(tmp_path):
     driver.run_all([ran, old], tmp_path)
     wrong = driver.run_all([dataclasses.replace(old, line=FAILS), broken], tmp_path)
     (tmp_path / "torn.json").write_text('{"results": {}}')
-    text = driver.section(collection(tmp_path, ran, old, broken, never, fake("torn")), wrong)
+    text = driver.summary_section(collection(tmp_path, ran, old, broken, never, fake("torn")), wrong)
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert rows[0] == "| `a`: Table a | the \\| paper | ours 1 | no difference |"
     assert "ours 2" in rows[1] and "an earlier one" in rows[1]
     assert "failed in the last run" in rows[2] and "`python -m all --only b`" in rows[2]
     assert "| not run |" in rows[3] and "cannot be summed up (KeyError" in rows[4]
     assert "P, 2 cores, cpu, JAX 1; load average 1.5 to 3.5" in text
-    assert "Nothing was run yet." in driver.section(collection(tmp_path / "none", never), {})
+    assert "Nothing was run yet." in driver.summary_section(collection(tmp_path / "none", never), {})
 
 
 def test_only_what_is_between_the_marks_changes(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
-        driver.rewrite(readme, "new", BEGIN, END)
+        driver.rewrite_section(readme, "new", "mark")
     assert readme.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
     readme.write_text(f"{END} {BEGIN}")
     with pytest.raises(KvjaxError, match="each once: the summary goes between them"):
-        driver.rewrite(readme, "new", BEGIN, END)
+        driver.rewrite_section(readme, "new", "mark")
 
 
 def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, capsys):
@@ -86,16 +86,16 @@ def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, caps
     entries = collection(tmp_path / "results", fake("a", 1), fake("b", line=FAILS))
     monkeypatch.setattr(driver, "README", readme)
     monkeypatch.setattr(driver, "SMALL_FORMS", entries)
-    monkeypatch.setattr(driver, "section", lambda collection, wrong: f"failed: {list(wrong)}")
+    monkeypatch.setattr(driver, "summary_section", lambda collection, wrong: f"failed: {list(wrong)}")
     assert driver.main(["--only", "a"]) == 0 and "failed: []" in readme.read_text()
     assert driver.main([]) == 1 and "failed: ['b']" in readme.read_text()
     assert "failed: b: exit status 3" in capsys.readouterr().err
 
 
 def test_names_are_checked(capsys):
-    assert [e.name for e in driver.chosen("streaming, kcache_table1")] == ["kcache_table1", "streaming"]
+    assert [e.name for e in driver.select_entries("streaming, kcache_table1")] == ["kcache_table1", "streaming"]
     with pytest.raises(KvjaxError, match="no script .'kcache_table9'.; use kcache_table1, "):
-        driver.chosen("kcache_table9")
+        driver.select_entries("kcache_table9")
     assert driver.main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(driver.ENTRIES)
     assert driver.main(["--list", "--real"]) == 0
@@ -113,7 +113,7 @@ class Parsed(Exception):
     ids=lambda entry: f"{entry.name}, real" if entry in driver.ON_A_REAL_MODEL else entry.name,
 )
 def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monkeypatch):
-    script = importlib.import_module(f"experiments.papers.{entry.name}")
+    script = importlib.import_module(f"experiments.papers.{entry.module}")
     assert callable(script.in_brief)
     parse = argparse.ArgumentParser.parse_args
 
@@ -122,7 +122,7 @@ def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monke
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     command = entry.command(driver.RESULTS)
-    assert command[1:3] == ["-m", f"experiments.papers.{entry.name}"]
+    assert command[1:3] == ["-m", f"experiments.papers.{entry.module}"]
     assert not any(w.startswith("/") for w in command[3:])
     with pytest.raises(Parsed):
         script.main(command[3:])
@@ -130,8 +130,9 @@ def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monke
 
 def test_all_scripts_of_the_folder_are_driven():
     shared = {"__init__", "common", "eviction", "eviction_tables", "questions"}
-    here = {p.stem for p in (driver.ROOT / "experiments" / "papers").glob("*.py")} - shared
-    assert here == {e.name for e in driver.ENTRIES}
+    folder = driver.ROOT / "experiments" / "papers"
+    here = {p.relative_to(folder) for p in folder.rglob("*.py") if p.stem not in shared}
+    assert {".".join(p.with_suffix("").parts) for p in here} == {e.module for e in driver.ENTRIES}
 
 
 def record(method: str, accuracy: float, **more) -> dict:
@@ -191,7 +192,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
             evicted({"FullKV": (None, 0.9), "S": (None, 0.5), "KVCrush* (S)": ("S", 0.6)}),
             "adds +10.0",
         ),
-        ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best shares"),
+        ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best fractions"),
         ("kvcrush_figure6", {"latency": LATENCY}, "cheaper of the two here too"),
         ("kvcrush_figure7", evicted(CRUSHED), "unseen: 1 of 2 pairs gain"),
         ("kvcrush_figure8", evicted({"full": (None, 0.9), "paged H2O, 8 pages": ("full", 0.5)}), "8 pages -40.0"),
@@ -205,5 +206,6 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
     ],
 )
 def test_scripts_sum_up_what_they_found(name, results, said):
-    words = importlib.import_module(f"experiments.papers.{name}").in_brief(results)
+    (entry,) = (entry for entry in driver.ENTRIES if entry.name == name)
+    words = entry.in_brief(results)
     assert len(words) == 3 and all(words) and said in " | ".join(words)

@@ -26,7 +26,7 @@ def ids(count):
 
 def small(monkeypatch, **sizes):
     """As if the machine had so little memory."""
-    there = memory.Installed(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
+    there = memory.InstalledMemory(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
     monkeypatch.setattr(memory, "installed", lambda devices: there)
 
 

@@ -245,7 +245,7 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.cache_ops.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
         (lambda m: kvjax.read(m, [[1]], "full").branch(1.5), "times must be an integer from 1"),
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),
-        (lambda m: kvjax.parse("snapkv:budget=150%"), "a share of each prompt from above 0% to 100%, got '150%'"),
+        (lambda m: kvjax.parse("snapkv:budget=150%"), "a fraction of each prompt from above 0% to 100%, got '150%'"),
         (lambda m: kvjax.parse("snapkv:budget=many"), "parameter 'budget' of snapkv: a budget is a number of tokens"),
         (lambda m: kvjax.planned_bytes("full", m.config, 100), "takes a model, whose dtype it counts in"),
         (lambda m: kvjax.planned_bytes("full", "m", 9), "takes a model, or a configuration"),

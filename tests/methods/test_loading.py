@@ -29,7 +29,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, register_method, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ValueNorm(Scorer):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
-@recipe("an idea of mine")
+@register_method
 def {name}(budget: int = 256) -> Method:
     "After the prompt each head keeps the tokens with the largest values."
     return Method(select=make_selection(ValueNorm(), budget))
@@ -137,7 +137,7 @@ def test_two_files_of_one_name_and_a_neighbour(tmp_path):
             "import sys\nsys.exit(1)\n",
             "mine.py, line 2: it ends the program as it is loaded; put that below `if __name",
         ),
-        ("x = 1\n", "mine.py defines no method; one is a function below `@recipe"),
+        ("x = 1\n", "mine.py defines no method; one is a function below `@register_method"),
         (VALUE_NORM.replace("{name}", "snapkv"), "mine.py, line 17: kvjax has a method called snapkv"),
         (VALUE_NORM + "\nraise ValueError('two\\nlines')\n", "mine.py, line 22: ValueError: two$"),
     ],
@@ -274,7 +274,7 @@ def test_a_script_that_loads_itself_has_its_methods_already(tmp_path, monkeypatc
 
 
 def entry(name: str, value: str) -> importlib.metadata.EntryPoint:
-    return importlib.metadata.EntryPoint(name, value, loading.ENTRY_POINTS)
+    return importlib.metadata.EntryPoint(name, value, loading.ENTRY_POINT_GROUP)
 
 
 def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, monkeypatch):
@@ -291,7 +291,7 @@ def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(loading, "_entry_points", lambda: found)
-    monkeypatch.setattr(loading, "_BEGUN", set())
+    monkeypatch.setattr(loading, "_STARTED", set())
     with pytest.warns(KvjaxWarning) as warned:
         assert kvjax.parse("value_norm:budget=4 + int4") and kvjax.parse("second")
     told = [str(w.message) for w in warned]

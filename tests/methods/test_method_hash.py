@@ -22,11 +22,12 @@ from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
 from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
-from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
+from kvjax.method_api import Method, Scorer, make_selection, register_method, token_scores
 from kvjax.methods.method_hash import method_hash
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import parse, resolve
 from kvjax.testing import toy_model
-from tests.contract.table import REGISTRY
+from tests.contract.cases import CASES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,8 @@ def test_a_method_of_kvjax_is_known_by_its_values(method):
 
 def test_every_setting_of_every_method_is_told_apart():
     """Strings that make equal methods have one identity, and others another."""
-    methods = {parse(text) for r in REGISTRY.values() for t in r.trials for text in (t.small, t.limit) if text}
-    for made in REGISTRY.values():  # each parameter by itself, where the others may stay as they are
+    methods = {parse(text) for case in CASES for text in (case.small, case.lossless) if text}
+    for made in load_all().values():  # each parameter by itself, where the others may stay as they are
         for name, value in itertools.product(made.parameters, (3, 7, 0.5, True, "layer")):
             with contextlib.suppress(KvjaxError, TypeError):
                 methods.add(made.make(**{name: value}))
@@ -159,13 +160,14 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     def mine(budget: int = 8) -> Method:
         return signed(1.0)
 
-    recipe("an idea of mine")(mine)
+    register_method(mine)
     before = run(model, "mine")
     assert run(model, "mine") == before
 
     records = tmp_path / "run" / store.RECORDS
     written = records.read_text()
-    records.write_text(re.sub('"meant": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))  # as kvjax 0.1 wrote
+    # kvjax 0.1 called the field `meant`.
+    records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))
     assert len(store.read(tmp_path / "run")) == written.count("\n")
     with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
         run(model, "mine")
@@ -174,7 +176,7 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     def mine(budget: int = 8) -> Method:
         return signed(-1.0)
 
-    recipe("a better idea")(mine)
+    register_method(mine)
     with pytest.raises(KvjaxError, match="'mine' is not the method that was recorded under this name"):
         run(model, "mine")
     other = dataclasses.replace(model, params=jax.tree.map(lambda x: x * 1.5, model.params))

@@ -203,7 +203,7 @@ def test_damaged_files(directory, config, says):
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """256 byte tokens and three special ones, of which the post-processor puts <s> in front of plain prompts."""
+    """256 byte tokens and three special ones; the post-processor puts <s> in front of plain prompts."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = tokenizers.Tokenizer(models.BPE(vocab, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

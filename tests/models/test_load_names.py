@@ -1,4 +1,4 @@
-"""What `kvjax.load` opens: a directory that is there, before any model of that name."""
+"""`kvjax.load` opens an existing directory before any model of that name."""
 
 from __future__ import annotations
 

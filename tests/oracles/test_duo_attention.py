@@ -124,7 +124,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
 
 
 def test_wrong_values_say_so(tmp_path):
-    with pytest.raises(KvjaxError, match=r"sparsity is a share of the model's heads, from 0 to 1, and got 1.5"):
+    with pytest.raises(KvjaxError, match=r"sparsity is a fraction of the model's heads, from 0 to 1, and got 1.5"):
         kvjax.methods.duo_attention(sparsity=1.5)
     with pytest.raises(KvjaxError, match="no table of heads can be read from"):
         kvjax.methods.duo_attention(table=str(tmp_path / "none"))

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.chunk_quant import Channelwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
 from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
-from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.errors import KvjaxError
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer

@@ -105,7 +105,10 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
     spec = dataclasses.replace(layer.spec(head_dim=4), num_kv_heads=4)
     size = heads or 4
     x = np.random.default_rng(0).normal(size=(2, 4, 9, 4)).astype(np.float32)
-    codec, pos = PromptLowRank(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
+    codec, pos = (
+        PromptLowRank(heads, rank=2 * size).at(spec),
+        jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9)),
+    )
     want = np.zeros_like(x)
     for b in range(2):
         for first in range(0, 4, size):

@@ -123,6 +123,6 @@ def test_a_table_is_made_without_any_text_and_serves_the_model(tmp_path):
 
 
 def test_wrong_values_say_so():
-    for fields, says in (({"echo": 2.0}, "echo is a share of"), ({"part": -1}, "part must be 0 or more, got -1")):
+    for fields, says in (({"echo": 2.0}, "echo is a fraction of"), ({"part": -1}, "part must be 0 or more, got -1")):
         with pytest.raises(KvjaxError, match=says):
             kvjax.methods.razor_attention(**fields)

@@ -33,7 +33,12 @@ class Exact(Quantizer):
         return jnp.concatenate(coded, -1)
 
 
-CODECS = (PerTokenCodec(MinMax(4)), PerTokenCodec(MinMax(4), "hadamard"), PerTokenCodec(MinMax(2), "hadamard"), PerTokenCodec(Absmax()))
+CODECS = (
+    PerTokenCodec(MinMax(4)),
+    PerTokenCodec(MinMax(4), "hadamard"),
+    PerTokenCodec(MinMax(2), "hadamard"),
+    PerTokenCodec(Absmax()),
+)
 
 
 def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
@@ -89,7 +94,7 @@ def test_eight_bits_on_either_side_of_zero():
         np.testing.assert_allclose(read, oracle.absmax(row), atol=1e-6)
 
 
-@pytest.mark.parametrize("quantiser", [MinMax(1), MinMax(4), Absmax()])
+@pytest.mark.parametrize("quantizer", [MinMax(1), MinMax(4), Absmax()])
 @pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
 def test_rows_of_one_number(quantizer, row):
     x = jnp.full((32,), row)
@@ -131,9 +136,9 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
     whole = codec.scores(q, stored), codec.mix(p, stored)
-    monkeypatch.setattr(blockwise, "CHUNK", 3)
-    monkeypatch.setattr(blockwise, "PIECE", 2 * 3 * 16)
-    assert blockwise.size_of(4, S, 16) == (2, 3)
+    monkeypatch.setattr(blockwise, "MAX_TILE_SLOTS", 3)
+    monkeypatch.setattr(blockwise, "MAX_TILE_NUMBERS", 2 * 3 * 16)
+    assert blockwise.tile_size(4, S, 16) == (2, 3)
     np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
 

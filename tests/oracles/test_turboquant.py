@@ -77,7 +77,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
 
 
-@pytest.mark.parametrize("quantiser", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
+@pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
 def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
     read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()

@@ -12,8 +12,7 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.chunk_quant import Channelwise
-from kvjax.cache.codecs.chunk_quant import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
@@ -106,7 +105,10 @@ def test_without_a_low_tier_it_is_the_high_codec_alone():
     d = layer.data()
     alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
     got = layer.run(
-        dataclasses.replace(alone, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))), d
+        dataclasses.replace(
+            alone, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))
+        ),
+        d,
     )
     np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
 
@@ -116,7 +118,7 @@ def test_without_a_low_tier_it_is_the_high_codec_alone():
 def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     x = np.random.default_rng(0).normal(size=(2, 1, 6, 5)).astype(np.float32)
     x[:, :, :, 2] = 0.0
-    x[1] = 3.0 if codec is Channels else 0.0
+    x[1] = 3.0 if codec is Channelwise else 0.0
     x, pos = jnp.asarray(x, dtype), jnp.asarray([[[0, 1, 2, 3, -1, -1]], [[0, 1, -1, -1, -1, -1]]], jnp.int32)
     dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
     codec = codec(8)

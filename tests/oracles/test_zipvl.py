@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.chunk_quant import Channelwise
-from kvjax.cache.codecs.chunk_quant import SeparableTokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw

@@ -34,10 +34,14 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     assert set(result["bytes"]["held"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
 
 
-def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
+def test_methods_lists_every_method_with_source_and_defaults(capsys):
     assert cli.main(["methods", "--json"]) == 0
     methods = {m["name"]: m for m in json.loads(capsys.readouterr().out)}
-    assert methods["kcache"]["parameters"]["n"] == {"type": "int", "default": 128}
+    assert methods["kcache"]["parameters"]["n"] == {
+        "type": "int",
+        "default": 128,
+        "meaning": "Values read per head and step (the paper: 32, 64, 128).",
+    }
     assert cli.main(["methods", *methods]) == 0
     text = capsys.readouterr().out
     assert all(name in text and m["source"] in text for name, m in methods.items())

@@ -23,13 +23,13 @@ from tests.fixtures import ROOT
     [
         (100.9, "got 100.9; write budget=100, a whole number of tokens"),
         (256.0, "got 256.0; write budget=256, a whole number of tokens"),
-        (0.25, 'got 0.25; for this share write budget="25%"'),
-        (0.001, 'got 0.001; for this share write budget="0.1%"'),
+        (0.25, 'got 0.25; for this fraction write budget="25%"'),
+        (0.001, 'got 0.001; for this fraction write budget="0.1%"'),
         (True, "got True; write a number of tokens, as in budget=256"),
         (None, "got None"),
         (float("nan"), "got nan"),
         ("100.9", "got '100.9'; write budget=100, a whole number of tokens"),
-        ("0.25", "got '0.25'; for this share write 25%"),
+        ("0.25", "got '0.25'; for this fraction write 25%"),
     ],
 )
 @pytest.mark.parametrize("method", ["snapkv", "kvzip", "random"])
@@ -38,7 +38,7 @@ def test_a_budget_is_whole_or_a_share(method, budget, remedy):
         getattr(methods, method)(budget=budget)
 
 
-@pytest.mark.parametrize(("text", "remedy"), [("0.25", "for this share write 25%"), ("64.0", "budget=64, a")])
+@pytest.mark.parametrize(("text", "remedy"), [("0.25", "for this fraction write 25%"), ("64.0", "budget=64, a")])
 def test_a_budget_in_a_string_has_its_remedy_as_a_string(text, remedy):
     with pytest.raises(KvjaxError, match=re.escape(remedy)):
         kvjax.parse(f"snapkv:budget={text}")

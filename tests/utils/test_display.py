@@ -1,4 +1,4 @@
-"""What a value shows of itself in a shell or a notebook: one short line, and no arrays."""
+"""Values show one short line in a shell or a notebook, and no arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others wrote, and what is written for others: JSON, names on a terminal, whole files."""
+"""JSON of other people, their names on a terminal, and files that are written whole."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
@@ -89,7 +89,9 @@ class RetrievalHeads(TableKind):
 
         # A block of queries at a time: the attention of all 10,000 tokens to each other would not fit.
         size = min(64, observation.pos.shape[1])
-        sums = lax.map(sum_attention, (cut(observation.q, 3, size), cut(observation.pos, 1, size, -1)))
+        sums = lax.map(
+            sum_attention, (split_blocks(observation.q, 3, size), split_blocks(observation.pos, 1, size, -1))
+        )
         return jax.tree.map(lambda x: x.sum(0), sums)
 
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -35,7 +35,7 @@ def max_logits(
       queries_at_once: size of the blocks of queries, which bounds memory.
 
     Returns:
-      f32[B K S], over all query heads of a key/value head; NEG where no such query sees the slot.
+      f32[B K S], over all query heads of a key/value head; MASKED_LOGIT where no such query sees the slot.
     """
 
     def add(largest: Array, block_of_queries: tuple[Array, Array]) -> tuple[Array, None]:
@@ -44,5 +44,5 @@ def max_logits(
         return jnp.maximum(largest, logits.max((2, 3))), None
 
     size = min(queries_at_once, observation.pos.shape[1])
-    queries = cut(observation.q, 3, size), cut(jnp.where(asking, observation.pos, -1), 1, size, -1)
+    queries = split_blocks(observation.q, 3, size), split_blocks(jnp.where(asking, observation.pos, -1), 1, size, -1)
     return lax.scan(add, vary(jnp.full(block.k.shape[:3], MASKED_LOGIT)), queries)[0]

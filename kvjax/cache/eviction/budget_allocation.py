@@ -52,7 +52,7 @@ class LayerBudgets:
 
 
 class HeadBudgets:
-    """Units that each key/value head of a layer keeps: the rule of the side store `Pages`.
+    """Units that each key/value head of a layer keeps: the rule of the side store `PagedHeads`.
 
     A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
     """

@@ -61,20 +61,20 @@ class PromptFraction(Budget):
     """
 
     is_fraction = True
-    share: float
+    fraction: float
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise KvjaxError(f"share must lie in (0, 1], got {self.share}; 0.25 keeps a quarter of each prompt")
+        if not 0 < self.fraction <= 1:
+            raise KvjaxError(f"fraction must lie in (0, 1], got {self.fraction}; 0.25 keeps a quarter of each prompt")
 
     def num_kept(self, length: int) -> int:
-        return min(length, max(1, int(length * self.share)))
+        return min(length, max(1, int(length * self.fraction)))
 
     def max_kept(self) -> int | None:
         return None
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.12g}%"
+        return f"{100 * self.fraction:.12g}%"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def parse_budget(value: int | str | Budget) -> int | Budget:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     raise KvjaxError(
-        f"a budget is a number of tokens, or a share of each prompt from above 0% to 100%, got {value!r:.60}"
+        f"a budget is a number of tokens, or a fraction of each prompt from above 0% to 100%, got {value!r:.60}"
         + _suggest_budget(value)
     )
 
@@ -133,8 +133,8 @@ def _suggest_budget(value: object) -> str:
         return ""
     if 0 < number < 1:
         # A text may come from a method's string, which has no quotes, or from Python, where they would be needed.
-        share = f"{100 * number:.12g}%" if isinstance(value, str) else f'budget="{100 * number:.12g}%"'
-        return f"; for this share write {share}"
+        text = f"{100 * number:.12g}%" if isinstance(value, str) else f'budget="{100 * number:.12g}%"'
+        return f"; for this fraction write {text}"
     return f"; write budget={int(number)}, a whole number of tokens" if 1 <= number < math.inf else ""
 
 

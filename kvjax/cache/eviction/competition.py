@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel, ModelRanking
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.errors import KvjaxError
 
 
@@ -26,7 +26,7 @@ def level_components(level: str, page: int) -> dict[str, Any]:
     if level == "head":
         return {}
     if level == "layer":
-        return {"side_store": Pages(BestOfLayer(), page)}
+        return {"side_store": PagedHeads(BestOfLayer(), page)}
     if level == "model":
-        return {"side_store": Pages(BestOfModel(), page), "layer_budgets": ModelRanking()}
+        return {"side_store": PagedHeads(BestOfModel(), page), "layer_budgets": ModelRanking()}
     raise KvjaxError(f"level must be 'model', 'layer' or 'head', got {level!r}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -45,9 +45,13 @@ def mean_over_pre_rope(
     def add(sums: Any, xs: tuple[Array, Array, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, sum_block(*xs)), None
 
-    # A block at a time: without their rotation queries are float32, and a copy of all of them may exceed the prompt.
+    # A block at a time: without rotation queries are float32, and all of them at once would outgrow the prompt's keys.
     size = min(queries_at_once, observation.pos.shape[1])
-    blocks = cut(observation.q, 3, size), cut(observation.pos, 1, size, -1), cut(counted, 1, size)
+    blocks = (
+        split_blocks(observation.q, 3, size),
+        split_blocks(observation.pos, 1, size, -1),
+        split_blocks(counted, 1, size),
+    )
     shapes = jax.eval_shape(sum_block, *(x[0] for x in blocks))
     sums, _ = lax.scan(add, vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), blocks)
     num_counted = jnp.maximum(counted.sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -76,7 +80,7 @@ def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     Returns:
       f32[B K G n H], shorter than x: a mean of rotations is no rotation.
     """
-    # Rotation is linear in the vector, so the mean of rotations is one product with the mean cosine and sine.
+    # A rotation is linear in its cosine and sine, so the mean of rotations is one with the mean cosine and sine.
     angles = rope.angles(next_positions(block) + steps[None])
     cos, sin = (a.mean(1)[:, None, None, None] for a in angles)
     return rotate(x, cos, sin)

@@ -59,7 +59,7 @@ class HeadTokens(HeadBudgets):
 class MeanOfHeads(Budget):
     """The budget of a selection whose heads keep the tokens of a `HeadTableBudgets`: their mean, rounded up.
 
-    A method holds the rule twice, here for how much a layer keeps and in its `Pages` for which head keeps how much.
+    A method holds the rule twice, here for how much a layer keeps and in `PagedHeads` for which head keeps how much.
     """
 
     heads: HeadTableBudgets | HeadTokens  # bound to a layer, it is `HeadTokens`
@@ -102,4 +102,4 @@ def check_head_fractions(**fractions: float) -> None:
     """Raises KvjaxError unless every fraction of heads lies in [0, 1]."""
     for name, fraction in fractions.items():
         if not 0 <= fraction <= 1:
-            raise KvjaxError(f"{name} is a share of the model's heads, from 0 to 1, and got {fraction}")
+            raise KvjaxError(f"{name} is a fraction of the model's heads, from 0 to 1, and got {fraction}")

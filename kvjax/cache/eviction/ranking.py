@@ -64,7 +64,7 @@ class ModelRanking(LayerBudgets):
         """Brings one layer's scores to the scale on which layers are compared."""
         if not self.normalise:
             return candidates
-        # A unit at NEG or below is the last to stay, whatever the others score, and has no part in their sum.
+        # A unit at MASKED_LOGIT or below is the last to stay, whatever the others score, and has no part in their sum.
         is_scored = candidates.scores > MASKED_LOGIT
         head_sums = jnp.where(is_scored, jnp.abs(candidates.scores), 0.0).sum(-1, keepdims=True)
         scaled = candidates.scores / jnp.maximum(over_heads.sum(head_sums), 1e-30)
@@ -87,7 +87,7 @@ class ModelRanking(LayerBudgets):
 
     def check(self, layer: MethodLayer) -> None:
         method = layer.method
-        if method.side_store is None or not method.side_store.by_head:
+        if method.side_store is None or not method.side_store.has_unequal_heads:
             raise IncompatibleMethod(
                 "a ranking over the model (slot `layer_budgets`) gives heads unequal lengths and needs a store for "
                 "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "

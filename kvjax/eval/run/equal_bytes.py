@@ -34,7 +34,7 @@ class Fitted(NamedTuple):
 def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, prompt: int) -> list[Fitted]:
     """Every method at every share of the bytes that `full` holds of a prompt of so many tokens, in bfloat16.
 
-    Only the sizes of a method change (`MethodEntry.sizes`): numbers of tokens, or of bits. In a
+    The size parameters of a method change (`MethodEntry.size_parameters`): numbers of tokens or of bits. In a
     composition it is one part's, the first that makes it fit, tokens before bits. A method of one size is taken as it
     is wherever it fits. Raises KvjaxError for a method that this model cannot have at the size that it is given.
     """
@@ -96,7 +96,7 @@ def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int) -> 
 def _dials(text: str) -> list[_Dial]:
     """What may be turned of a method, numbers of tokens before numbers of bits."""
     parts = parse_parts(text)
-    dials = [_Dial(parts, i, load_all()[part.name].sizes) for i, part in enumerate(parts)]
+    dials = [_Dial(parts, i, load_all()[part.name].size_parameters) for i, part in enumerate(parts)]
     return sorted((dial for dial in dials if dial.names), key=lambda dial: dial.names == ("bits",))
 
 

@@ -25,7 +25,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET, place
 from kvjax.generation.memory_plan import abstract_state
-from kvjax.methods.method_hash import identity, is_ones_own
+from kvjax.methods.method_hash import has_user_code, method_hash
 from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -61,7 +61,7 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
 
 def _code(method: KVMethod) -> str:
     """The identity of a method of one's own; nothing of kvjax's, which are known by their strings."""
-    return identity(method) if is_ones_own(method) else ""
+    return method_hash(method) if has_user_code(method) else ""
 
 
 def _by_name(layers: Sequence[Any]) -> dict[str, Array]:

@@ -23,7 +23,7 @@ Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sha
 
 def _sharding_function(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:
     if shardings is None:
-        shardings = jnp.zeros(()).sharding  # honours jax.default_device
+        shardings = jnp.zeros(()).sharding  # honors jax.default_device
     if isinstance(shardings, jax.sharding.Sharding):
         return lambda path: shardings
     if callable(shardings):

@@ -78,7 +78,7 @@ class Writer:
         return self
 
     def _remove_leftovers(self) -> None:
-        """Removes the working folders of killed writes; the lock excludes that one is in use."""
+        """Removes the working folders of killed writes; the lock says that none is in use."""
         for leftover in self.directory.parent.glob(f"{self.prefix}-*"):
             status = leftover.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():  # not what another user put there

@@ -21,7 +21,7 @@ load_all()
 
 @pytest.mark.parametrize("kind", sorted(TABLE_KINDS))
 def test_a_table_ships_for_the_tests_layers_and_for_the_shipped_model(kind):
-    """Made by `python -m experiments.tables.shipped`."""
+    """Made by `python -m experiments.tables.build`."""
     devices = dataclasses.replace(layer.spec(), num_kv_heads=test_devices.K)
     for spec in (layer.spec(), devices, *specs(kvjax.load("testbed").config)):
         assert TableFile("shipped", kind).layer_arrays(spec) == {}  # it is found, and no array was asked for

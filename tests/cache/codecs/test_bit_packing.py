@@ -1,4 +1,4 @@
-"""The group quantiser is KIVI's to the last bit, in every dtype, jitted or not; words hold the codes in order."""
+"""The group quantizer is KIVI's to the last bit, in every dtype, jitted or not; words hold the codes in order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def groups(kind: str, dtype) -> np.ndarray:
 @each_kind
 @each_dtype
 @pytest.mark.parametrize("kind", ["normal", "far from zero", "halves", "outliers", "small"])
-def test_it_is_kivis_quantiser_bit_by_bit(kind, dtype, bits, one_bit):
+def test_it_is_kivis_quantizer_bit_by_bit(kind, dtype, bits, one_bit):
     check(groups(kind, dtype), bits, one_bit)
 
 
@@ -137,7 +137,7 @@ def test_no_value_moves_by_more_than_half_a_step(dtype, bits):
     far = np.abs(np.asarray(back, np.float64) - x.astype(np.float64))
     rounding = 8 * float(ml_dtypes.finfo(dtype).eps) * np.abs(x.astype(np.float64)).max()
     assert (far <= np.asarray(scale, np.float64) / 2 + rounding).all()
-    assert far.max() > np.asarray(scale, np.float64).min() / 4, "it does quantise"
+    assert far.max() > np.asarray(scale, np.float64).min() / 4, "it does quantize"
 
 
 def test_groups_may_have_any_leading_axes():
@@ -185,7 +185,7 @@ def test_words_written_by_hand(bits, codes, words):
     np.testing.assert_array_equal(jax.jit(lambda w: unpack(w, bits, 1))(got), [codes])
 
 
-def test_a_code_never_spills_into_its_neighbours():
+def test_a_code_never_spills_into_its_neighbors():
     """One bit improved: a group's maximum is code 1, where the formula taken literally gives 2."""
     x = groups("normal", np.float32)
     for bits, one_bit in KINDS:

@@ -55,7 +55,7 @@ def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
     [
         (lambda: Uniform(0), "at least 1 token per layer, got 0"),
         (lambda: PerLayer((4, 0)), "at least 1 token per layer, got 0"),
-        (lambda: PromptFraction(0.0), r"share must lie in \(0, 1\], got 0.0"),
+        (lambda: PromptFraction(0.0), r"fraction must lie in \(0, 1\], got 0.0"),
     ],
 )
 def test_wrong_settings_are_named(make, says):
@@ -70,7 +70,7 @@ def test_budgets_are_values():
 
 
 @pytest.mark.parametrize("more", ["", " + kvcrush", " + adakv", " + kivi:bits=2,group=8,residual=8", " + d2o"])
-def test_a_share_of_each_prompt_in_a_string(more):
+def test_a_fraction_of_each_prompt_in_a_string(more):
     model = toy_model()
     prompts = [[1 + i % 50 for i in range(n)] for n in (80, 40)]
     _, cache = kvjax.prefill(model, prompts, "snapkv:budget=25%,window=4" + more)
@@ -80,7 +80,7 @@ def test_a_share_of_each_prompt_in_a_string(more):
         assert np.mean(heads) == pytest.approx(tokens, abs=0.5)  # AdaKV's heads share the places
 
 
-def test_a_share_is_written_as_it_was_given():
+def test_a_fraction_is_written_as_it_was_given():
     method = kvjax.methods.snapkv(budget="12.5%", window=4)
     assert kvjax.name_of(method) == "snapkv:budget=12.5%,window=4" and kvjax.parse(kvjax.name_of(method)) == method
     assert method.select.budget == PromptFraction(0.125) and TokenBudget("64") == TokenBudget(64) == 64
@@ -88,5 +88,5 @@ def test_a_share_is_written_as_it_was_given():
 
 @pytest.mark.parametrize("budget", ["0%", "150%", "-5%", "x%", "nan%", "many", "1e400%"])
 def test_what_is_no_budget_is_refused(budget):
-    with pytest.raises(KvjaxError, match=r"a share of each prompt from above 0% to 100%, got"):
+    with pytest.raises(KvjaxError, match=r"a fraction of each prompt from above 0% to 100%, got"):
         kvjax.parse(f"snapkv:budget={budget}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,8 +10,7 @@ from kvjax.cache.eviction.budgets import Uniform
 from kvjax.cache.eviction.granularity import Chunk, Page, Token
 from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.eviction.selection import Selection
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import KVBlock, gather_tokens
+from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import eviction as oracle
@@ -95,32 +93,6 @@ def test_all_tokens_of_a_short_prompt_stay_when_there_are_more_slots_than_tokens
     got = run(scores, pos, np.array([30, 30, 30], np.int32), 30, 9, 9, Chunk(4))
     for b, n in enumerate(LENGTHS):
         assert np.asarray(got)[b].tolist() == [list(range(n)) + [-1] * (30 - n)] * 2
-
-
-def test_top_takes_exactly_as_many_as_asked():
-    s = np.array([[3, 1, 3, 3, 2], [-np.inf, 0, -0.0, 0, 5]], np.float32)
-    allowed = np.array([[True, True, False, True, True], [True] * 5])
-    f = jax.jit(top_k_mask)
-    for n in range(6):
-        got = np.asarray(f(s, allowed, np.array([n, n], np.int32)))
-        assert np.flatnonzero(got[0]).tolist() == sorted([0, 3, 4, 1][:n])
-        assert np.flatnonzero(got[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
-
-
-def test_gathered_rows_keep_their_positions():
-    k = np.arange(2 * 2 * 5 * 3).reshape(2, 2, 5, 3).astype(jnp.bfloat16)
-    pos = np.array([[[0, 1, 2, 3, 4]], [[0, 1, 2, -1, -1]]], np.int32)
-    idx = np.array([[[1, 4], [0, 2]], [[2, -1], [0, -1]]], np.int32)
-    gather = jax.jit(gather_tokens)
-    out = gather(KVBlock(k, k + 1, pos), idx)
-    assert np.asarray(out.pos).tolist() == [[[1, 4], [0, 2]], [[2, -1], [0, -1]]]
-    np.testing.assert_array_equal(np.asarray(out.k)[0, 1], k[0, 1, [0, 2]])
-    np.testing.assert_array_equal(np.asarray(out.v)[0, 0], k[0, 0, [1, 4]] + 1)
-    shared = gather(KVBlock(k, k, pos), idx[:, :1])
-    assert shared.pos.shape == (2, 1, 2) and shared.k.shape == (2, 2, 2, 3)
-    np.testing.assert_array_equal(np.asarray(shared.k)[0, 1], k[0, 1, [1, 4]])
-    again = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
-    np.testing.assert_array_equal(again.pos, np.repeat(shared.pos, 2, 1))
 
 
 @pytest.mark.parametrize(

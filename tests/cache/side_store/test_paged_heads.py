@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.methods.strings import parse
 from tests.contract import layer
@@ -39,7 +39,7 @@ class Twofold:
 
 def paged(text: str, share: HeadBudgets = AllToOne(), page: int = 4, **slots) -> layer.BoundLayer:
     """A method of the battery's layer with its heads in pages."""
-    return dataclasses.replace(parse(text), side_store=Pages(share, page), **slots).bind(layer.spec())
+    return dataclasses.replace(parse(text), side_store=PagedHeads(share, page), **slots).bind(layer.spec())
 
 
 def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF metadata, against those that were trained here with the published pre-tokenisers."""
+"""Byte-level tokenizers in GGUF metadata, against those that were trained here with the published pre-tokenizers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ COMPOSING = ("command-r", "qwen2", "qwen35")
 
 @functools.cache
 def trained(name: str) -> Tokenizer:
-    """A small byte-level tokenizer with the published pre-tokeniser of that name."""
+    """A small byte-level tokenizer with the published pre-tokenizer of that name."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = PUBLISHED[name]
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,10 +123,10 @@ def test_every_name_loads_and_text_survives(tmp_path):
         assert ours.decode(ours.encode(TEXTS[0]), skip_special_tokens=False) == TEXTS[0], name
 
 
-def test_without_a_name_the_pre_tokeniser_is_the_default():
+def test_without_a_name_the_pre_tokenizer_is_the_default():
     metadata = byte_level()
     del metadata["tokenizer.ggml.pre"]
-    assert tokenizer_files.make_files(metadata) == tokenizer_files.files(byte_level(pre="default"))
+    assert tokenizer_files.make_files(metadata) == tokenizer_files.make_files(byte_level(pre="default"))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_no_tokenizer(model):
     [
         (tiny(model="bert"), r"model 'bert' is not supported; supported: gpt2, llama; convert the safetensors"),
         (tiny(model=["gpt2"]), r"tokenizer.ggml.model is \['gpt2'\], which is no str"),
-        (tiny(pre="gpt-9"), r"'gpt-9' is not a known pre-tokeniser; known: default, gpt-2, .* convert the safetensors"),
+        (tiny(pre="gpt-9"), r"'gpt-9' is not a known pre-tokenizer; known: default, gpt-2, .* convert the safetensors"),
         (tiny(pre=3), "tokenizer.ggml.pre is 3, which is no str"),
         (tiny(tokens=None), "tokenizer.ggml.tokens is missing; .* copy it again"),
         (tiny(tokens=[]), "tokenizer.ggml.tokens is not a list"),

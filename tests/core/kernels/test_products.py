@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.core.kernels import products
-from kvjax.core.kernels.packed import PackedCodes
+from kvjax.core.kernels.packed_attention import PackedCodes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 B, K, GROUP = 2, 2, 16
@@ -67,8 +67,8 @@ def test_what_the_kernels_do_not_serve():
     def asked(G, T):
         return products.fits(jax.ShapeDtypeStruct((B, K, G, T, 64), jnp.float32), codes)
 
-    assert asked(8, products.QUERIES // 8)
-    assert not asked(8, products.QUERIES // 8 + 1)
+    assert asked(8, products.MAX_QUERIES // 8)
+    assert not asked(8, products.MAX_QUERIES // 8 + 1)
     nothing = codes._replace(words=codes.words[:, :, :0])
     assert not products.fits(jax.ShapeDtypeStruct((B, K, 1, 1, 64), jnp.float32), nothing)
 

@@ -31,9 +31,8 @@ def test_one_token_more_would_not_fit(method, share):
     first, *others = parse_parts(found.method)
     sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
     more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
-    assert planned_bytes(format_methods([more, *others]), CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(
-        share
-    )
+    larger = format_methods([more, *others])
+    assert planned_bytes(larger, CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(share)
 
 
 def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():

@@ -11,17 +11,15 @@ import pytest
 
 import kvjax
 from experiments.bench import (
-    common,
     compile,
     decode,
+    decoders,
     dtypes,
     heads,
     host,
+    measuring,
     memory,
-    ours,
-    peer,
     prefill,
-    probes,
     process,
     products,
     shapes,
@@ -38,8 +36,8 @@ def toy() -> kvjax.Model:
 
 
 @pytest.fixture(scope="module")
-def other(toy) -> peer.Peer | None:
-    return None if peer.missing() else peer.Peer(toy)
+def other(toy) -> decoders.TransformersDecoder | None:
+    return None if decoders.missing_packages() else decoders.TransformersDecoder(toy)
 
 
 @pytest.fixture
@@ -53,21 +51,21 @@ def last_line(capsys) -> dict:
 
 
 def test_sides_take_turns_and_every_other_round_is_reversed(monkeypatch):
-    monkeypatch.setattr(common, "PAUSE", 0.0)
+    monkeypatch.setattr(measuring, "PAUSE_SECONDS", 0.0)
     order = []
     runs = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "abc"}
-    seconds = common.interleaved(runs, 2)
+    seconds = measuring.time_in_turns(runs, 2)
     assert "".join(order) == "abccba"
     assert seconds == {"a": [1.0, 6.0], "b": [2.0, 5.0], "c": [3.0, 4.0]}
 
 
 def test_summary_is_of_the_repeats():
-    assert common.summary([3.0, 1.0, 10.0]) == {"median": 3.0, "best": 1.0, "worst": 10.0}
+    assert measuring.summary([3.0, 1.0, 10.0]) == {"median": 3.0, "best": 1.0, "worst": 10.0}
 
 
 def test_report_ends_with_one_json_document(capsys):
-    table = common.table("title", ("a", "b"), [(1, None)])
-    common.report("name", common.machine(), [table], ["a note"], [{"x": 1.5}])
+    table = measuring.table("title", ("a", "b"), [(1, None)])
+    measuring.report("name", measuring.machine(), [table], ["a note"], [{"x": 1.5}])
     *people, document = capsys.readouterr().out.strip().splitlines()
     assert any("title" in line for line in people) and "a note" in people
     document = json.loads(document)
@@ -110,7 +108,7 @@ def test_125m_has_the_stated_size():
 
 def test_weights_reach_the_peer_as_the_same_maps(toy):
     c, rng = toy.config, np.random.default_rng(0)
-    there = dict(peer.state_dict(c, toy.params))
+    there = dict(decoders.state_dict(c, toy.params))
     assert len(there) == 3 + 9 * c.layers
     kernels, prefix = toy.params["layer_1"]["attention"], "model.layers.1.self_attn."
     x = rng.normal(size=c.width).astype(np.float32)
@@ -123,7 +121,7 @@ def test_weights_reach_the_peer_as_the_same_maps(toy):
 
 def test_slices_of_our_loop_are_what_generate_gives(toy):
     ids = np.random.default_rng(0).integers(0, toy.config.vocab_size, (2, 9), np.int32)
-    side = ours.Ours(toy, METHOD)
+    side = decoders.KvjaxDecoder(toy, METHOD)
     side.prefill(ids, room=5)
     assert side.decode(2) > 0 and side.decode(3) > 0
     whole = kvjax.generate(toy, ids, METHOD, max_new_tokens=6, eos_ids=())
@@ -131,7 +129,7 @@ def test_slices_of_our_loop_are_what_generate_gives(toy):
 
 
 def test_decode_measures_both_sides_on_the_same_tokens(toy, other):
-    probe = probes.read_probes(megabytes=1)
+    probe = measuring.read_probes(megabytes=1)
     cell = decode.measure(toy, other, probe, context=20, batch=2, steps=2, repeats=3, methods=["accumulated:budget=8"])
     sides = ["full", "accumulated:budget=8"] + ["transformers"] * (other is not None)
     assert list(cell["tokens_per_second"]) == sides
@@ -150,13 +148,14 @@ def test_decode_stops_when_the_sides_differ():
         def __init__(self, *tokens):
             self.tokens = np.array([tokens])
 
-    decode.same_tokens(Side(1, 2), Side(1, 2))
+    decode.check_same_tokens(Side(1, 2), Side(1, 2))
     with pytest.raises(AssertionError, match=r"kvjax \[\[1, 2\]\], transformers \[\[1, 3\]\]"):
-        decode.same_tokens(Side(1, 2), Side(1, 3))
+        decode.check_same_tokens(Side(1, 2), Side(1, 3))
 
 
 def test_decode_without_transformers_says_so(toy_shapes, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "missing", lambda: "torch")
+    monkeypatch.setattr(decode, "missing_packages", lambda: "torch")
+    monkeypatch.setattr(decoders, "missing_packages", lambda: "torch")
     arguments = "--models toy --contexts 8 --batches 1,2 --steps 1 --repeats 1 --read-megabytes 1"
     decode.main(arguments.split())
     out = capsys.readouterr().out
@@ -191,13 +190,13 @@ def test_all_programs_of_a_product_read_the_same_weights(capsys):
     rng = np.random.default_rng(0)
     x, a, b = (rng.normal(size=s).astype(np.float32) for s in ((4, 8), (8, 16), (16, 8)))
     for multiply, _ in products.PROGRAMS.values():
-        np.testing.assert_allclose(products.through(x, [a, b], multiply), x @ a @ b, rtol=1e-4)
+        np.testing.assert_allclose(products.multiply_all(x, [a, b], multiply), x @ a @ b, rtol=1e-4)
 
 
 def test_prefill_measures_operations_per_second(toy_shapes, capsys):
     prefill.main("--models toy --tokens 24 --repeats 2 --product 64 --methods snapkv;accumulated:budget=8".split())
     (cell,) = last_line(capsys)["results"]
-    ours, peers = ["full", "snapkv", "accumulated:budget=8"], [] if peer.missing() else ["transformers"]
+    ours, peers = ["full", "snapkv", "accumulated:budget=8"], [] if decoders.missing_packages() else ["transformers"]
     assert list(cell["seconds"]) == ours + peers
     for name, s in cell["seconds"].items():
         assert cell["flops_per_second"][name] == pytest.approx(cell["flops"] / s["median"])
@@ -207,14 +206,14 @@ def test_prefill_measures_operations_per_second(toy_shapes, capsys):
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_very_long_prompt_reports_its_peak(toy, tmp_path, chunk):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    r = prefill.long_prompt(str(tmp_path / "toy"), 96, chunk)
+    r = prefill.run_long_prompt(str(tmp_path / "toy"), 96, chunk)
     assert 2**20 < r["before"] <= r["peak"] < 2**40
     assert r["s_by_s"] == 4 * 4 * 96 * 96
     assert r["state"]["device"] > 2 * 3 * 2 * 8 * 96 * 4
 
 
 def test_rows_are_written_and_recalled_on_the_host():
-    rows = host.Rows(megabytes=1, n=4, steps=3)
+    rows = host.HostBuffer(megabytes=1, n=4, steps=3)
     assert rows.seconds() > 0
     assert rows.buf.host and rows.buf.data.nbytes == 2**20
     held = np.asarray(rows.buf.data).view(np.float32)
@@ -255,7 +254,7 @@ def test_dtypes_are_measured_in_turns(toy, tmp_path, capsys):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
     dtypes.main(f"--model {tmp_path / 'toy'} --context 20 --batches 1,2 --steps 2 --repeats 2".split())
     results = last_line(capsys)["results"]
-    sides = ["kvjax"] + ["transformers"] * (peer.missing() is None)
+    sides = ["kvjax"] + ["transformers"] * (decoders.missing_packages() is None)
     each = [(batch, side, dtype) for batch in (1, 2) for dtype in ("float32", "bfloat16") for side in sides]
     assert [(r["batch"], r["side"], r["dtype"]) for r in results] == each
     assert all(r["prefill_seconds"] > 0 and r["tokens_per_second"] > 0 for r in results)
@@ -263,17 +262,17 @@ def test_dtypes_are_measured_in_turns(toy, tmp_path, capsys):
 
 def test_a_tied_head_reaches_the_peer_as_the_embedding():
     model = kvjax.random_model(sizes(tied=True)[0], dtype="bfloat16")
-    there = dict(peer.state_dict(model.config, model.params))
+    there = dict(decoders.state_dict(model.config, model.params))
     np.testing.assert_array_equal(there["lm_head.weight"], there["model.embed_tokens.weight"])
-    if not peer.missing():
-        module = peer.Peer(model).module
+    if not decoders.missing_packages():
+        module = decoders.TransformersDecoder(model).module
         assert {str(weight.dtype) for weight in module.parameters()} == {"torch.bfloat16"}
         assert module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
 
 
 def test_memory_of_each_stage_is_told(toy, tmp_path):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    found = process.alone(memory.used, str(tmp_path / "toy"), "bfloat16", 20)
+    found = process.run_in_process(memory.measure_peaks, str(tmp_path / "toy"), "bfloat16", 20)
     assert found["before"] <= found["loaded"] <= found["read"] <= found["decoded"] < 2**40
     assert found["weights"] == sum(x.size for x in jax.tree.leaves(toy.params)) * 2
     # Keys and values of 20 tokens and room for 16 more, in pages of 16.
@@ -284,9 +283,9 @@ def test_memory_of_each_stage_is_told(toy, tmp_path):
 def test_the_peak_of_a_new_process_is_its_own():
     held = np.ones(2**27, np.uint8)
     here = process.peak_bytes()
-    assert held.nbytes < here and process.alone(process.peak_bytes) < here
+    assert held.nbytes < here and process.run_in_process(process.peak_bytes) < here
 
 
 def test_a_process_of_its_own_that_fails_ends_the_run():
-    with pytest.raises(SystemExit, match="the process that ran used ended with status 1"):
-        process.alone(memory.used, "/nowhere", "float32", 20)
+    with pytest.raises(SystemExit, match="the process that ran measure_peaks ended with status 1"):
+        process.run_in_process(memory.measure_peaks, "/nowhere", "float32", 20)

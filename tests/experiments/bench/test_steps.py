@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from experiments.bench import absent, process, steps
+from experiments.bench import cross_compile, process, steps
 from kvjax import KvjaxError
 from kvjax.core import memory
 from kvjax.generation.decode_loop import decode_until
@@ -82,12 +82,12 @@ def test_steps_of_this_machine_are_told(capsys):
 
 def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, capsys):
     with pytest.raises(process.Killed, match="ended with status -9"):
-        process.alone(signal.raise_signal, signal.SIGKILL)
+        process.run_in_process(signal.raise_signal, signal.SIGKILL)
 
     def killed(*args):
         raise process.Killed("ended")
 
-    monkeypatch.setattr(steps, "alone", killed)
+    monkeypatch.setattr(steps, "run_in_process", killed)
     steps.main(["--methods", "full", "--topology", "v5e:2x2"])
     told = capsys.readouterr().out.splitlines()
     assert json.loads(told[-1])["results"]["steps"] == [{"method": "full"}]
@@ -95,17 +95,17 @@ def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, ca
 
 
 def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(monkeypatch):
-    monkeypatch.setattr(absent, "ALONE", {})
-    monkeypatch.setattr(absent.topologies, "get_topology_desc", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr(cross_compile, "TPU_ENVIRONMENT", {})
+    monkeypatch.setattr(cross_compile.topologies, "get_topology_desc", lambda *args, **more: 1 / 0)
     for name, remedy in (("v9:1x1", "pip install libtpu"), ("h200", "set JAX_PLATFORMS=cpu")):
         with pytest.raises(KvjaxError, match=rf"cannot compile for '{name}' \(division by zero\).*{remedy}"):
-            absent.compiled_for(name, jax.jit(decode_until), {}, ())
+            cross_compile.compile_for(name, jax.jit(decode_until), {}, ())
 
 
 def test_arguments_of_another_machine_lie_in_the_same_memories():
     arrays = {"a": jnp.zeros((2, 3)), "b": jax.device_put(jnp.zeros(4, jnp.int8), memory.HOST)}
     mesh = AbstractMesh((1,), ("x",))
-    found = absent._described({"held": arrays, "n": 3}, ("n",), mesh)
+    found = cross_compile._move_to(mesh, {"held": arrays, "n": 3}, ("n",))
     assert found["n"] == 3
     kinds = {name: (x.shape, x.dtype, x.sharding.memory_kind) for name, x in found["held"].items()}
     assert kinds == {"a": ((2, 3), jnp.float32, "device"), "b": ((4,), jnp.int8, "pinned_host")}
@@ -115,4 +115,4 @@ def test_bytes_are_counted_for_machines_whose_compiler_does_not_tell():
     """A product of 64 x 64 with itself: two operands and a result."""
     compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((64, 64))).compile()
     silent = mock.Mock(cost_analysis=lambda: None, runtime_executable=compiled.runtime_executable)
-    assert absent.bytes_counted(silent) == absent.bytes_counted(compiled) == 2 * 64 * 64 * 4
+    assert cross_compile.count_bytes(silent) == cross_compile.count_bytes(compiled) == 2 * 64 * 64 * 4

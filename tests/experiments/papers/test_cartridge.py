@@ -35,20 +35,20 @@ def full(model, asked):
 @pytest.mark.parametrize("method", ("snapkv:budget=16,window=4", "kvzip:budget=16"))
 def test_what_is_trained_are_the_keys_and_values(model, asked, method):
     cache = answers.compress(model, asked.contexts, method)
-    slots = cartridge.slots_of(cache)
-    same = cartridge.with_slots(cache, slots)
+    slots = cartridge.slot_arrays(cache)
+    same = cartridge.replace_slots(cache, slots)
     assert jax.tree.structure(same) == jax.tree.structure(cache)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(cache), strict=True))
-    moved = cartridge.with_slots(cache, [x + 1.0 for x in slots])
+    moved = cartridge.replace_slots(cache, [x + 1.0 for x in slots])
     for before, after in zip(cache.layers, moved.layers, strict=True):
         assert (after.k.data != before.k.data).all() and (after.v.data != before.v.data).all()
         assert (after.pos == before.pos).all()
 
 
 def test_after_the_first_tokens_the_text_goes_on_at_the_contexts_end(model, asked, full):
-    cache = cartridge.first_tokens(model, asked.contexts, 16)
+    cache = cartridge.keep_first_tokens(model, asked.contexts, 16)
     assert cache.length.tolist() == [LENGTH] * 2 and cache.capacity == full.capacity
-    everything = cartridge.first_tokens(model, asked.contexts, LENGTH)
+    everything = cartridge.keep_first_tokens(model, asked.contexts, LENGTH)
     found, wanted = (answers.extend_each(model.params, asked.tokens, x) for x in (everything, full))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -56,14 +56,14 @@ def test_after_the_first_tokens_the_text_goes_on_at_the_contexts_end(model, aske
 def test_self_study_is_made_of_the_context_and_asks_nothing_that_is_held_out(model, asked, full):
     keys = asked.tokens[:, 3:, 1]
     pieces, questions = cartridge.self_study(model, full, asked.contexts, keys)
-    assert (pieces[:, 0] == asked.contexts[:, : cartridge.CHUNK]).all()
-    assert (pieces[:, 1, 0] == asked.contexts[:, cartridge.CHUNK // 2]).all()
+    assert (pieces[:, 0] == asked.contexts[:, : cartridge.CHUNK_TOKENS]).all()
+    assert (pieces[:, 1, 0] == asked.contexts[:, cartridge.CHUNK_TOKENS // 2]).all()
     for b, context in enumerate(asked.contexts):
         asked_of = set(questions[b, :, 1].tolist())
         assert not asked_of & set(keys[b].tolist())
         assert asked_of | set(keys[b].tolist()) == {t for t in context.tolist() if t in vocab.SYMBOLS}
     prompt = [*asked.contexts[0].tolist(), *questions[0, 0, :2].tolist()]
-    theirs = kvjax.generate(model, [prompt], "full", max_new_tokens=cartridge.ANSWER, eos_ids=()).tokens[0]
+    theirs = kvjax.generate(model, [prompt], "full", max_new_tokens=cartridge.ANSWER_TOKENS, eos_ids=()).tokens[0]
     assert theirs == questions[0, 0, 2:].tolist()
 
 
@@ -73,7 +73,7 @@ def test_a_few_steps_bring_the_slots_nearer_to_the_full_cache(model, asked, full
     trained, losses = cartridge.distill(model, full, start, texts, steps=8, batch=4, rate=0.02)
     target = [jax.nn.log_softmax(answers.extend_each(model.params, texts[0], full))]
     ends = [
-        float(cartridge.divergence(cartridge.slots_of(cache), model.params, start, texts, target))
+        float(cartridge.divergence(cartridge.slot_arrays(cache), model.params, start, texts, target))
         for cache in (start, trained)
     ]
     assert losses[0] == pytest.approx(ends[0], rel=1e-4) and ends[1] < 0.9 * ends[0]

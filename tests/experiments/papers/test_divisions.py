@@ -33,7 +33,7 @@ def read():
 
 
 def _masks(exact, method):
-    return divisions.kept(exact, method, divisions.score(exact, method, None))
+    return divisions.select_tokens(exact, method, divisions.compute_scores(exact, method, None))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -49,9 +49,9 @@ def test_what_is_kept_is_what_the_method_keeps(read, method):
 def test_the_second_pass_is_the_methods_own(read):
     model, rows, exact = read
     method = "kvzip:budget=24,chunk=32"
-    scores = divisions.score(exact, method, divisions.repeat(exact, method))
+    scores = divisions.compute_scores(exact, method, divisions.replay_scores(exact, method))
     held = kvjax.read(model, rows, method).kept_positions()
-    masks = divisions.kept(exact, method, scores)
+    masks = divisions.select_tokens(exact, method, scores)
     assert [[np.flatnonzero(head).tolist() for head in row] for row in np.asarray(masks[1])] == [
         [sorted(head.tolist()) for head in row] for row in held[1]
     ]
@@ -61,8 +61,8 @@ def test_the_second_pass_is_the_methods_own(read):
 def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
     model, rows, exact = read
     codec = "int4" if "int4" in method else ""
-    every = exact.under(divisions.with_component(divisions.EVERY_TOKEN, codec), 96)
-    there = divisions.hidden(every, _masks(exact, method))
+    every = exact.under(divisions.add_component(divisions.EVERY_TOKEN, codec), 96)
+    there = divisions.hide_tokens(every, _masks(exact, method))
     gone = exact.under(method, 96)
     more = [[3, 1, 4, 1, 5, 9], [2, 7, 1]]
     for a, b in zip(there.score(more), gone.score(more), strict=True):
@@ -79,10 +79,10 @@ def test_the_error_of_attention_is_that_of_numpy(read):
         rows,
         [divisions.Questions([[5, 6, 7, 8], [9, 8, 7]], [[True, False, False, True], [True, False, True]], [])],
     )
-    asked = divisions.later(model, batch)
+    asked = divisions.read_later_queries(model, batch)
     rng = np.random.default_rng(1)
     masks = [rng.random((2, p.k.shape[1], 64)) < 0.5 for p in asked.exact.prompts]
-    found = divisions.errors(asked, [np.asarray(m) for m in masks])
+    found = divisions.attention_errors(asked, [np.asarray(m) for m in masks])
     prompt, total, count = asked.exact.prompts[1], 0.0, 0
     q, k, v = (np.asarray(x, np.float64) for x in (prompt.q, prompt.k, prompt.v))
     for row, (length, tokens) in enumerate(zip(LENGTHS, (4, 3), strict=True)):
@@ -162,7 +162,7 @@ def test_a_run_is_summed_up_and_gone_on_with(run, tmp_path):
 
 
 def test_hiding_that_differs_from_the_method_is_told(run, monkeypatch):
-    monkeypatch.setattr(divisions, "hidden", lambda context, masks: context)
+    monkeypatch.setattr(divisions, "hide_tokens", lambda context, masks: context)
     monkeypatch.setattr(divisions, "ask", lambda context, batch, width: ([[id(context)]], [[0.0]]))
     with pytest.raises(KvjaxError, match="where tokens are hidden"):
         run("--check")
@@ -195,7 +195,7 @@ def test_gains_are_paired_by_context():
         "window equal": {"turns": {"0": _record([[False], [True]])}},
         "window over the model": {"turns": {"0": _record([[True], [True]])}},
     }
-    assert "| window | 1/4 | - | +50 ±50 |" in divisions_figure.paired(_results(measured, {}), "turns")
+    assert "| window | 1/4 | - | +50 ±50 |" in divisions_figure.gain_table(_results(measured, {}), "turns")
 
 
 def test_the_error_of_attention_orders_settings_as_the_answers_do_or_not():
@@ -210,8 +210,8 @@ def test_the_error_of_attention_orders_settings_as_the_answers_do_or_not():
 
 def test_a_line_of_the_picture_holds_its_methods_alone():
     line = divisions_figure.Curve("kvzip over the model", "kvzip:budget=", "", "C0")
-    assert line.holds("kvzip:budget=48") and not line.holds("kvzip:budget=48 + int4")
-    assert not line.holds("kvzip:budget=63,level=head") and not line.holds("snapkv:budget=48")
+    assert line.has_point("kvzip:budget=48") and not line.has_point("kvzip:budget=48 + int4")
+    assert not line.has_point("kvzip:budget=63,level=head") and not line.has_point("snapkv:budget=48")
 
 
 def test_the_pictures_are_those_of_the_records(tmp_path):

@@ -114,7 +114,7 @@ def test_an_unknown_family_is_named(run):
 
 def test_a_family_may_have_shares_of_its_own(directory, tmp_path):
     (tmp_path / "families.toml").write_text(SMALL.replace('name = "bits"', 'name = "bits"\nshares = "3/4"'))
-    found = equal_bytes.points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
+    found = equal_bytes.fit_points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
     assert [(p.family, p.share) for p in found] == [("tokens", "1/2"), ("bits", "3/4"), ("bits", "3/4")]
 
 
@@ -127,5 +127,5 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 
 
 def test_the_table_of_results_is_that_of_the_records():
-    found = equal_bytes_table.points(json.loads(equal_bytes_table.RESULTS.read_text()))
+    found = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
     assert equal_bytes_table.table(found) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()

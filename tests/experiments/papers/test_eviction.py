@@ -15,15 +15,15 @@ from experiments.papers import (
     eviction,
     eviction_curves,
     eviction_tables,
-    kvcrush_figure5,
-    kvcrush_figure6,
-    kvcrush_figure7,
-    kvcrush_figure8,
-    kvcrush_table2,
-    kvcrush_table3,
-    specache_table2,
     streaming,
 )
+from experiments.papers.kvcrush import figure5 as kvcrush_figure5
+from experiments.papers.kvcrush import figure6 as kvcrush_figure6
+from experiments.papers.kvcrush import figure7 as kvcrush_figure7
+from experiments.papers.kvcrush import figure8 as kvcrush_figure8
+from experiments.papers.kvcrush import table2 as kvcrush_table2
+from experiments.papers.kvcrush import table3 as kvcrush_table3
+from experiments.papers.specache import table2 as specache_table2
 from kvjax import KvjaxError
 from kvjax.methods.strings import split_methods
 from kvjax.models.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_phrases_are_found_by_reading_the_context():
 )
 def test_compressing_exact_prompts_gives_what_prefill_gives(toy, method):
     prompts = [i.context[:n] for i, n in zip(made(), (90, 71), strict=True)]
-    compressed = eviction.Prompts(toy, prompts, 10).under(method)
+    compressed = eviction.Prompts(toy, prompts, 10).compress(method)
     expected, there = kvjax.prefill(toy, prompts, method, capacity=compressed.cache.capacity)
     np.testing.assert_allclose(compressed.last, expected, atol=1e-4)
     state = compressed.cache
@@ -106,7 +106,7 @@ def dense(model, context, *more) -> np.ndarray:
 
 def test_questions_are_asked_as_the_file_says(toy):
     instances = made()
-    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
+    found, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
     assert {when: o.nats.shape for when, o in found.items()} == {"unseen": (2, 3), "first": (2, 1), "later": (2, 2)}
     for row, instance in enumerate(instances):
         first = instance.questions[0]
@@ -123,22 +123,25 @@ def test_questions_are_asked_as_the_file_says(toy):
 
 def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
     instances = [tasks.recall(np.random.default_rng(i), 90, pairs=4, questions=3) for i in range(2)]
-    found, _ = eviction.Asked(toy, instances).outcomes(kvjax.methods.full())
+    found, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
     assert sorted(found) == ["later", "unseen"]
 
 
 def test_only_tokens_of_answers_are_guessed():
     """For the row asked without warning, and for the one whose first answer stands before the question."""
     asked = types.SimpleNamespace(instances=made(1))
-    rows = eviction.Asked._rows(asked, 1, 1)
+    rows = eviction.QuestionPrompts._texts(asked, 1, 1)
     first, second = asked.instances[0].questions[:2]
     assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
-    assert eviction.Asked._decoded(asked, 1, 1) == [[False] * 2 + [True] * 3, [True] * 3 + [False] * 2 + [True] * 3]
+    assert eviction.QuestionPrompts._decoded_masks(asked, 1, 1) == [
+        [False] * 2 + [True] * 3,
+        [True] * 3 + [False] * 2 + [True] * 3,
+    ]
 
 
 def test_text_is_continued_token_by_token(toy):
     windows = np.random.default_rng(0).integers(0, 256, (2, 75), np.int32)
-    found, _ = eviction.Continued(toy, windows, 70).outcomes(kvjax.methods.full())
+    found, _ = eviction.TextPrompts(toy, windows, 70).outcomes(kvjax.methods.full())
     expected = [-dense(toy, w)[np.arange(69, 74), w[70:]] for w in windows]
     np.testing.assert_allclose(found["text"].nats, expected, atol=1e-4)
 
@@ -148,7 +151,7 @@ def outcome(right) -> eviction.Outcome:
 
 
 def test_scores_and_gains_are_per_context_and_paired():
-    found = eviction.Found()
+    found = eviction.Measurements()
     found.outcomes = {
         ("a", "t", "first"): outcome([[1, 1], [0, 1], [1, 1], [0, 0]]),
         ("b", "t", "first"): outcome([[1, 0], [0, 0], [1, 1], [0, 0]]),
@@ -163,17 +166,17 @@ def test_scores_and_gains_are_per_context_and_paired():
     assert found.gain("a", "b", "first") == pytest.approx(((0.25 + 0.5) / 2, both))
     assert np.isnan(found.score("a", "later")[0])
     line = eviction_tables.Line("a", "a", "b")
-    assert eviction_tables.cell(found, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
-    assert eviction_tables.cell(found, line, "later") is None
+    assert eviction_tables.format_score(found, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
+    assert eviction_tables.format_score(found, line, "later") is None
 
 
 def test_what_the_later_questions_lose_is_beside_full():
-    found = eviction.Found()
+    found = eviction.Measurements()
     rights = {"full": ([[1], [1]], [[1], [0]]), "m": ([[1], [1]], [[0], [0]])}
     for method, pair in rights.items():
         for when, right in zip(("first", "later"), pair, strict=True):
             found.outcomes[method, "t", when] = outcome(right)
-    assert eviction_curves.drop(found, "m") == pytest.approx((0.5, 0.5))
+    assert eviction_curves.later_loss(found, "m") == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_overheads_are_of_pairs_and_of_what_is_added():
 
 
 def test_pages_are_the_papers():
-    method = kvjax.parse(kvcrush_table2.paged(32))
+    method = kvjax.parse(kvcrush_table2.paged_h2o(32))
     select = method.select
     assert (select.budget.tokens, select.sinks, select.recent, select.granularity.size) == (672, 32, 128, 32)
 
@@ -250,7 +253,7 @@ def test_spending_of_the_baselines_is_the_benchmarks():
 
 
 def test_a_streamed_prompt_forgets_as_it_goes(toy):
-    method = specache_table2.streamed(kvjax.methods.streaming_llm(12, 4))
+    method = specache_table2.stream_prompts(kvjax.methods.streaming_llm(12, 4))
     tokens = made()[0].context[:80]
     last, state = kvjax.prefill(toy, [tokens], method, capacity=96)
     whole = kvjax.methods.streaming_llm(12, 4)
@@ -264,7 +267,7 @@ def test_a_streamed_prompt_forgets_as_it_goes(toy):
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_streamed_losses_are_those_of_single_steps(toy, chunk):
     tokens, method = made()[0].context[:40], kvjax.methods.streaming_llm(recent=12, sinks=4)
-    nats, sizes = streaming.stream(toy, method, tokens, 16, chunk)
+    nats, sizes = streaming.stream_text(toy, method, tokens, 16, chunk)
     last, state = kvjax.prefill(toy, [tokens[:16]], method, capacity=64)
     expected = []
     for t in range(16, 40):
@@ -277,7 +280,7 @@ def test_streamed_losses_are_those_of_single_steps(toy, chunk):
 
 def test_windows_computed_anew_see_what_they_say(toy):
     tokens = made()[0].context[:45]
-    nats = streaming.recomputed(toy, tokens, 16, 2)
+    nats = streaming.recompute_windows(toy, tokens, 16, 2)
     assert nats.shape == (29,)
     for t in (16, 31, 32, 44):
         start = t // 16 * 16 - 16

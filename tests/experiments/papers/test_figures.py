@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from experiments.papers import eviction_curves, specache_figure2, specache_figure5
-from experiments.papers.eviction import Found, Outcome
+from experiments.papers import eviction_curves
+from experiments.papers.eviction import Measurements, Outcome
+from experiments.papers.specache import figure2 as specache_figure2
+from experiments.papers.specache import figure5 as specache_figure5
 from experiments.testbed import plot
 from experiments.testbed.batches import KINDS
 from tests.eval.page.axes import check_percents, check_scales, ticks
@@ -57,7 +59,7 @@ def test_right_answers_by_rows_fetched_are_percents(tasks):
 
 
 def test_right_answers_by_budget_are_percents(figures, tmp_path):
-    every, found = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Found()
+    every, found = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Measurements()
     for method in ("full", *(line.method for c in every for line in c.lines)):
         for when in ("first", "later", "unseen"):
             right = np.array([[1.0, 1.0], [1.0, 0.0 if method == "full" else 1.0]])
@@ -77,7 +79,7 @@ def test_the_curve_of_a_training_names_its_scales(figures, tmp_path):
     numbers = {f"loss/{kind}": 2.0 for kind in KINDS} | {f"hits/{kind}": 0.99 for kind in KINDS}
     steps = [{"step": i, "length": (256, 1024)[i // 50]} | numbers | {"hits/text": i / 99} for i in range(100)]
     log.write_text("\n".join(map(json.dumps, steps)))
-    plot.curve(log, tmp_path / "curve.png")
+    plot.draw_curve(log, tmp_path / "curve.png")
     loss, hits, length = figures[0].axes
     check_percents(hits.yaxis, 100)
     assert [text for _, text in ticks(length.yaxis)] == ["256", "1,024"]

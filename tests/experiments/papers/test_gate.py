@@ -36,7 +36,7 @@ def loss(model, asked):
 
     def value(weights, params):
         copy = dataclasses.replace(model, params=params)
-        return gate.loss(weights, copy, plan, asked, BUDGET, jnp.float32(2.0), jax.random.key(3))
+        return gate.loss(weights, copy, plan, asked, budget=BUDGET, sharpness=jnp.float32(2.0), key=jax.random.key(3))
 
     return jax.jit(jax.value_and_grad(value, (0, 1)))
 
@@ -90,11 +90,11 @@ def test_the_hard_gate_keeps_each_heads_best(model, asked):
     weights = gate.init(model.config, jax.random.key(7))
     full = answers.compress(model, asked.contexts, "full")
     cache = gate.keep_best(full, weights, BUDGET)
-    for state, score in zip(cache.layers, gate.scores(weights, full), strict=True):
+    for state, score in zip(cache.layers, gate.score_slots(weights, full), strict=True):
         for pos, worth in zip(np.asarray(state.pos).reshape(-1, state.pos.shape[2]), _heads(score), strict=True):
             assert sorted(pos[pos >= 0]) == sorted(np.argsort(-worth)[:BUDGET])
     hidden = [jnp.where(state.pos >= 0, 0.0, -1e9) for state in cache.layers]
-    other = answers.extend_each(model.params, asked.tokens, gate.with_choice(full, hidden))
+    other = answers.extend_each(model.params, asked.tokens, gate.add_choice(full, hidden))
     np.testing.assert_allclose(answers.extend_each(model.params, asked.tokens, cache), other, atol=1e-5)
 
 

@@ -12,15 +12,13 @@ import pytest
 
 import kvjax
 from experiments.bench.shapes import SHAPES
-from experiments.papers import (
-    kcache_equations,
-    kcache_table1,
-    kcache_table2,
-    kcache_table3,
-    kcache_table4,
-    specache_appendix,
-    specache_figure4,
-)
+from experiments.papers.kcache import equations as kcache_equations
+from experiments.papers.kcache import table1 as kcache_table1
+from experiments.papers.kcache import table2 as kcache_table2
+from experiments.papers.kcache import table3 as kcache_table3
+from experiments.papers.kcache import table4 as kcache_table4
+from experiments.papers.specache import appendix as specache_appendix
+from experiments.papers.specache import figure4 as specache_figure4
 from kvjax import KvjaxError
 from kvjax.methods.strings import split_methods
 from kvjax.testing import toy_model
@@ -84,12 +82,14 @@ def test_parts_compute_attention():
     exact = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
     np.testing.assert_allclose(p, exact, rtol=1e-4)
     out = np.einsum("bkgts,bksh->bkgth", exact, v)
-    np.testing.assert_allclose(kcache_table1.whole(p, v), out, atol=1e-5)
-    np.testing.assert_allclose(kcache_table1.partly(*kcache_table1.heaviest(q, k, 40), v), out, atol=1e-5)
-    part, idx = kcache_table1.heaviest(q, k, 4)
+    np.testing.assert_allclose(kcache_table1.mix_all(p, v), out, atol=1e-5)
+    np.testing.assert_allclose(kcache_table1.mix_selected(*kcache_table1.top_weights(q, k, 40), v), out, atol=1e-5)
+    part, idx = kcache_table1.top_weights(q, k, 4)
     left = np.zeros(exact.shape)
     np.put_along_axis(left, np.asarray(idx), np.asarray(part), -1)
-    np.testing.assert_allclose(kcache_table1.partly(part, idx, v), np.einsum("bkgts,bksh->bkgth", left, v), atol=1e-5)
+    np.testing.assert_allclose(
+        kcache_table1.mix_selected(part, idx, v), np.einsum("bkgts,bksh->bkgth", left, v), atol=1e-5
+    )
 
 
 def test_table1_prints_and_refuses(directory, capsys):
@@ -126,7 +126,7 @@ def test_both_sides_are_equal_at_the_break_even(config):
 
 
 def test_largest_is_strict():
-    assert [kcache_equations.largest(s, 64.0) for s in (64, 128, 129, 6400)] == [0, 1, 2, 99]
+    assert [kcache_equations.largest_n(s, 64.0) for s in (64, 128, 129, 6400)] == [0, 1, 2, 99]
 
 
 def test_equations_one_and_two_say_the_same():
@@ -185,7 +185,7 @@ def test_the_plan_of_the_papers_gpu():
     assert differ == [(15360, 5)] and all(r["fits"]["kcache"] for r in plans)
     assert all(1.9 < r["largest"]["kcache"] / r["largest"]["full"] <= 2 for r in plans)
     row = 32 * 2 * 2 * 32 * 128 * 8192 + 32 * (4 * 8192 + 4) + 4  # keys, values, positions of 7k + 1k tokens, lengths
-    full = kcache_table3.largest(kvjax.parse("full"), 7168, 1024, 0)
+    full = kcache_table3.largest_batch(kvjax.parse("full"), 7168, 1024, 0)
     assert full["row"] == row + kcache_table3.step_bytes(kcache_table3.CONFIG, kvjax.parse("full"), 8192)
 
 
@@ -234,7 +234,7 @@ def test_figure4_compares_the_pair():
 
 def test_appendix_has_the_papers_averages_and_methods():
     for model in specache_appendix.PAPER:
-        for label, scores in specache_appendix.paper(model).items():
+        for label, scores in specache_appendix.paper_scores(model).items():
             assert len(scores) == 16
             mean = np.mean([scores[t] for t in specache_appendix.TASKS])
             assert mean == pytest.approx(scores["average"], abs=0.07), label

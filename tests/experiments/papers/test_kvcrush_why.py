@@ -25,7 +25,7 @@ def read():
     rows = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, LENGTH + MORE))
     exact, plan = read_exactly(model, rows), bind(METHODS["base"], model.config)
     pairs = zip(plan, exact.prompts, strict=True)
-    return model, rows, [kvcrush_why.layered(layer, prompt, exact, LENGTH) for layer, prompt in pairs]
+    return model, rows, [kvcrush_why.score_layer(layer, prompt, exact, LENGTH) for layer, prompt in pairs]
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -33,7 +33,7 @@ def test_what_is_kept_is_what_the_method_keeps(read, kind):
     model, rows, layers = read
     held = kvjax.read(model, rows[:, :LENGTH], METHODS[kind]).kept_positions()
     for layer, expected in zip(layers, held, strict=True):
-        stays, anyway = kvcrush_why.kept(layer, layer.bits, BUDGET, kind)
+        stays, anyway = kvcrush_why.select_tokens(layer, layer.bits, BUDGET, kind)
         found = [[np.flatnonzero(head).tolist() for head in row] for row in np.asarray(stays)]
         assert found == [[sorted(head.tolist()) for head in row] for row in expected]
         assert not (anyway & ~stays).any() and bool(anyway.any()) <= (kind == "kvcrush")
@@ -42,7 +42,7 @@ def test_what_is_kept_is_what_the_method_keeps(read, kind):
 @pytest.mark.parametrize("kind", kvcrush_why.KINDS)
 def test_every_kind_keeps_the_budget(read, kind):
     for layer in read[2]:
-        assert (np.asarray(kvcrush_why.kept(layer, layer.bits, BUDGET, kind)[0]).sum(-1) == BUDGET).all()
+        assert (np.asarray(kvcrush_why.select_tokens(layer, layer.bits, BUDGET, kind)[0]).sum(-1) == BUDGET).all()
 
 
 def test_the_future_is_the_attention_of_what_follows(read):

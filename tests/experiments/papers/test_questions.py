@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.papers import eviction, kcache_table2, kvcrush_table3, questions
+from experiments.papers import eviction, questions
+from experiments.papers.kcache import table2 as kcache_table2
+from experiments.papers.kvcrush import table3 as kvcrush_table3
 from kvjax import KvjaxError, Model
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import framed
@@ -70,7 +72,7 @@ def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
     one, other = questions.in_text(ARGS, chat_model, "shared")
     instances = [one, cut_short(other)]
     assert len({len(q.prompt) for i in instances for q in i.questions}) > 1 and len(one.between)
-    found, _ = eviction.Asked(chat_model, instances).outcomes("full")
+    found, _ = eviction.QuestionPrompts(chat_model, instances).outcomes("full")
     for row, instance in enumerate(instances):
         first = instance.questions[0]
         for i, q in enumerate(instance.questions):
@@ -85,10 +87,10 @@ def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
 def test_each_model_is_asked_what_it_can_read(chat_model):
     ours = Model(None, None, Tokenizer(vocab.tokenizer()), name="ours")
     names = ["recall", "shared", "variables"]
-    assert questions.asked(ours, names) == ["recall", "variables"]
-    assert questions.asked(chat_model, names) == ["shared"]
+    assert questions.select_tasks(ours, names) == ["recall", "variables"]
+    assert questions.select_tasks(chat_model, names) == ["shared"]
     with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall, .*, shared, ruler.niah_single_1"):
-        questions.asked(ours, ["recal"])
+        questions.select_tasks(ours, ["recal"])
 
 
 def test_the_scripts_ask_a_model_of_text(site, chat_model, monkeypatch, capsys):

@@ -12,15 +12,13 @@ import pytest
 
 import kvjax
 from experiments.bench.shapes import SHAPES
-from experiments.papers import (
-    common,
-    specache_figure2,
-    specache_figure5,
-    specache_table1,
-    specache_table3,
-    specache_table4,
-    specache_table5,
-)
+from experiments.papers import common
+from experiments.papers.specache import figure2 as specache_figure2
+from experiments.papers.specache import figure5 as specache_figure5
+from experiments.papers.specache import table1 as specache_table1
+from experiments.papers.specache import table3 as specache_table3
+from experiments.papers.specache import table4 as specache_table4
+from experiments.papers.specache import table5 as specache_table5
 from experiments.testbed.measure import answers
 from kvjax import KvjaxError
 from kvjax.eval.tasks.symbols import knows_symbols
@@ -115,7 +113,11 @@ def test_text_is_scored_as_by_a_context(tiny):
 
 
 def test_shares_have_binomial_errors():
-    assert common.share([True] * 3 + [False]) == {"accuracy": 0.75, "error": (0.75 * 0.25 / 4) ** 0.5, "questions": 4}
+    assert common.accuracy([True] * 3 + [False]) == {
+        "accuracy": 0.75,
+        "error": (0.75 * 0.25 / 4) ** 0.5,
+        "questions": 4,
+    }
 
 
 def arguments(**changes) -> argparse.Namespace:
@@ -200,7 +202,7 @@ def test_a_script_prints_a_table_and_one_json_document(name, directory, tmp_path
     for r in results:
         assert r["tasks"]["needle"]["questions"] == 1 and r["tokens"] == 2
         assert 0 <= r["agreement"] <= 1 and np.isfinite(r["bits"])
-        assert all(cell in people for cell in common.cells(r))
+        assert all(cell in people for cell in common.format_record(r))
     assert (tmp_path / "specache_figure5.png").is_file() == (name == "specache_figure5")
 
 
@@ -216,7 +218,7 @@ def test_methods_are_the_papers(tiny):
 
 def test_figure2_names_a_task_that_there_is_not(tiny):
     with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall"):
-        specache_figure2.hits(arguments(tasks=["recal"], windows=1), tiny)
+        specache_figure2.measure_hits(arguments(tasks=["recal"], windows=1), tiny)
 
 
 def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
@@ -264,5 +266,5 @@ def test_throughput_is_measured_on_request_only(tiny, capsys, monkeypatch):
 def test_an_unusable_input_ends_with_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "use_compilation_cache", lambda: None)
     with pytest.raises(SystemExit, match="error: there is no checkpoint directory"):
-        common.run(lambda: specache_table5.main(["--model", str(tmp_path / "none")]))
+        common.run_script(lambda: specache_table5.main(["--model", str(tmp_path / "none")]))
     jax.clear_caches()

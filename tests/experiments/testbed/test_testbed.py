@@ -149,7 +149,7 @@ def test_batches_are_a_function_of_their_generator(length):
 
 def test_repeats_weigh_only_what_the_past_determines():
     for seed in range(8):
-        tokens, target = batches.repeats(np.random.default_rng(seed), 128)
+        tokens, target = batches.make_repeats(np.random.default_rng(seed), 128)
         first = int(np.argmax(target))
         period = next(
             p for p in range(1, first + 1) if np.array_equal(tokens[first:], tokens[first - p : len(tokens) - p])
@@ -198,7 +198,7 @@ def test_mixed_precision_gradients():
 def toy_run() -> trainer.Run:
     config = Config(vocab.SIZE, 16, 2, 2, 1, 8, 16, max_positions=64, tie_embeddings=True)
     curriculum = Curriculum(((32, 4), (64, 2)), bar=0.0, stay=2)
-    return trainer.Run(trainer.MethodEntry(config, curriculum, seed=7, steps=8, warmup=2), toy_corpus())
+    return trainer.Run(trainer.Recipe(config, curriculum, seed=7, steps=8, warmup=2), toy_corpus())
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path):

@@ -1,0 +1,184 @@
+"""Decoders that the benchmarks compare: kvjax under one method, and transformers with the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments.bench.measuring import time_in_turns
+from kvjax.eval.run.machine import cores, version
+from kvjax.generation.reuse.full_kv import full_kv_from_arrays
+
+
+class KvjaxDecoder:
+    """Greedy decoding of a batch under one method, in slices of a compiled loop."""
+
+    def __init__(self, model: kvjax.Model, method: kvjax.Method):
+        self.model, self.method = model, method
+
+    def prefill(self, ids: np.ndarray, room: int = 0, chunk: int | None = None) -> float:
+        """Runs the prompts i32[B T] with space for `room` more tokens per sequence; returns seconds."""
+        start = time.perf_counter()
+        context = kvjax.read(self.model, ids, self.method, room=room, chunk=chunk)
+        jax.block_until_ready((context.last, context.cache))
+        seconds = time.perf_counter() - start
+        self.begin(context, room)
+        return seconds
+
+    def begin(self, context: kvjax.Context, room: int) -> None:
+        """Starts a loop of `room` decode steps after a context, whose buffers the loop takes over."""
+        # One token more than steps: the first token comes from the context's logits.
+        self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", use_up=True)
+
+    def decode(self, steps: int) -> float:
+        """Decodes `steps` more tokens per sequence; returns seconds without compilation."""
+        before = self.run.decode_seconds
+        self.run.advance(self.tokens.shape[1] + steps)
+        return self.run.decode_seconds - before
+
+    def program(self) -> str:
+        """The optimized HLO text of the decode loop."""
+        return self.run.program()
+
+    @property
+    def cache(self) -> kvjax.Cache:
+        """The cache of the loop at present."""
+        return self.run.cache
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[B n], all tokens so far; the first came from the prefill."""
+        return self.run.tokens
+
+
+def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, tokens: int, room: int) -> KvjaxDecoder:
+    """A decode loop on a cache of random keys and values, so that no prompt has to be run.
+
+    Args:
+      model: the model.
+      method: the method that compresses the keys and values.
+      batch: number of sequences.
+      tokens: length of each sequence.
+      room: decode steps that fit the cache.
+    """
+    c = model.config
+    shape = (batch, c.kv_heads, tokens, c.head_dim)
+
+    def draw(layer: int, which: int) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(jax.random.key(layer), which), shape, model.dtype)
+
+    pairs = [(draw(i, 0), draw(i, 1)) for i in range(c.layers)]
+    loop = KvjaxDecoder(model, method)
+    exact = full_kv_from_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
+    loop.begin(exact.under(method, tokens + room), room)
+    return loop
+
+
+def time_decode_steps(
+    sides: Mapping[Any, Any], steps: int, repeats: int, probes: Mapping[str, Callable[[], float]] | None = None
+) -> dict[Any, list[float]]:
+    """Times decoders in turns, `steps` tokens a turn, and probes of the machine between the same turns.
+
+    Returns:
+      seconds per step of each decoder, and seconds of each probe, by name.
+    """
+    runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
+    return time_in_turns({**runs, **(probes or {})}, repeats)
+
+
+def missing_packages() -> str | None:
+    """Names the packages of `TransformersDecoder` that are not installed; None if all are."""
+    return ", ".join(p for p in ("torch", "transformers") if version(p) is None) or None
+
+
+def missing_note() -> list[str]:
+    """The line below a table without transformers' column; none where the column is there."""
+    names = missing_packages()
+    return [f"transformers is left out: not installed: {names} (pip install 'kvjax[parity]')."] if names else []
+
+
+def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields kvjax's parameters under transformers' names; its matrices are [out, in], heads flattened."""
+
+    def flat(x, rows):
+        return np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)
+
+    D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
+    yield "model.embed_tokens.weight", np.array(params["embedding"])
+    yield "model.norm.weight", np.array(params["final_norm"]["scale"])
+    head = np.array(params["embedding"]) if config.tie_embeddings else flat(params["head"]["kernel"], D)
+    yield "lm_head.weight", head
+    for i in range(config.layers):
+        layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
+        for name in ("q", "k", "v"):
+            yield f"{prefix}self_attn.{name}_proj.weight", flat(layer["attention"][name]["kernel"], D)
+        yield f"{prefix}self_attn.o_proj.weight", flat(layer["attention"]["o"]["kernel"], heads)
+        for name, rows in (("gate", D), ("up", D), ("down", F)):
+            yield f"{prefix}mlp.{name}_proj.weight", flat(layer["mlp"][name]["kernel"], rows)
+        yield f"{prefix}input_layernorm.weight", np.array(layer["attention_norm"]["scale"])
+        yield f"{prefix}post_attention_layernorm.weight", np.array(layer["mlp_norm"]["scale"])
+
+
+class TransformersDecoder:
+    """Greedy decoding of a batch by transformers: its dynamic cache and sdpa attention, kvjax's dtype and threads."""
+
+    def __init__(self, model: kvjax.Model):
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        c = model.config
+        torch.set_num_threads(cores())
+        config = LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.width,
+            num_hidden_layers=c.layers,
+            num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate_size=c.mlp_width,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            max_position_embeddings=c.max_positions,
+            tie_word_embeddings=c.tie_embeddings,
+        )
+        self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        dtype = getattr(torch, model.dtype.name)
+        weights = {k: torch.from_numpy(v.astype(np.float32)).to(dtype) for k, v in state_dict(c, model.params)}
+        self.module.load_state_dict(weights, strict=True, assign=True)
+        if c.tie_embeddings:
+            self.module.tie_weights()
+
+    def prefill(self, ids: np.ndarray, room: int = 0) -> float:
+        """Runs the prompts i32[B T] into a new cache; returns seconds. The cache grows, so `room` has no effect."""
+        import torch
+        from transformers import DynamicCache
+
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self.cache = DynamicCache(config=self.module.config)
+            out = self.module(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.outputs = [out.logits[:, -1].argmax(-1, keepdim=True)]
+        return time.perf_counter() - start
+
+    def decode(self, steps: int) -> float:
+        """Decodes `steps` more tokens per sequence; returns seconds."""
+        import torch
+
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for _ in range(steps):
+                out = self.module(input_ids=self.outputs[-1], past_key_values=self.cache, use_cache=True)
+                self.outputs.append(out.logits[:, -1].argmax(-1, keepdim=True))
+        return time.perf_counter() - start
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i64[B n], all tokens so far; the first came from the prefill."""
+        return np.concatenate([t.numpy() for t in self.outputs], 1)

@@ -1,0 +1,1 @@
+"""KCache (arXiv 2404.18057): its equations and tables."""
