@@ -381,7 +381,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     replayed = replay_scores(exact, setting.method)
                 scores[scorer] = compute_scores(exact, setting.method, replayed)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(add_component(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.compress(add_component(EVERY_TOKEN, setting.codec), capacity=capacity)
             masks = select_tokens(exact, setting.method, scores[scorer])
             context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
@@ -401,7 +401,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
 
 def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as its method does; raises KvjaxError if its answers differ from those with hidden tokens."""
-    context = exact.under(setting.method, capacity)
+    context = exact.compress(setting.method, capacity=capacity)
     as_it_is, _ = ask(context, batch, width)
     log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:

@@ -35,7 +35,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_querie
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
-from kvjax.methods.kvcrush import KVCrush, votes
+from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
 WINDOW_TOKENS = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget without the window, for representatives
@@ -60,7 +60,7 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: i
     select = layer.method.select
     found = select.scorer.scores(block, observation, layer.spec)
     units = _units(found.per_query_head, block, length)
-    return LayerScores(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
+    return LayerScores(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
 def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
@@ -107,7 +107,7 @@ def select_tokens(found: LayerScores, bits: Array, budget: int, kind: str) -> tu
 
 def _representatives(bits: Array, valid: Array, candidates: Array, count: Array, places: int) -> Array:
     """bool[B T], by KVCrush's own rule with these signatures."""
-    chosen = KVCrush(SHARE).by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
+    chosen = KVCrush(SHARE).choose_by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
     B, T = valid.shape
     at = jnp.where(chosen < 0, T, chosen)
     return jnp.zeros((B, T), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")
