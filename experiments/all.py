@@ -27,7 +27,7 @@ from typing import Any
 from experiments.bench.common import progress
 from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
-from kvjax.eval.run.command import words
+from kvjax.eval.run.eval_command import words
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
 RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "README.md"

@@ -32,7 +32,7 @@ from experiments.papers.common import run
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.command import words
+from kvjax.eval.run.eval_command import words
 from kvjax.eval.run.equal_bytes import DTYPE, Fitted, fitted, shares_of
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine

@@ -257,15 +257,15 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import command
+    from kvjax.eval.run import eval_command
 
-    command.run(args)
+    eval_command.run(args)
 
 
 def _explore(args: argparse.Namespace) -> None:
-    from kvjax.explore import command
+    from kvjax.explore import explore_command
 
-    command.run(args)
+    explore_command.run(args)
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -287,9 +287,9 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import command
+    from kvjax.eval.run import eval_command
 
-    command.render(args.dir)
+    eval_command.render(args.dir)
 
 
 def _demo(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.page import safe_write, summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.tasks import packaged, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS

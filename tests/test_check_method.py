@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import pytest
 
-from kvjax import KvjaxError, conformance
+from kvjax import KvjaxError
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
 from kvjax.method_api import Codec, Method, Policy, Scorer, make_selection, token_scores
-from kvjax.testing import BrokenRule, check_method, toy_model
+from kvjax.testing import BrokenRule, check_method, conformance, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
 

@@ -22,7 +22,7 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import alone, peak_bytes
 from experiments.bench.shapes import SHAPES
-from kvjax.eval.run.command import words
+from kvjax.eval.run.eval_command import words
 from kvjax.models import checkpoint
 
 NEW = 16  # tokens that are decoded

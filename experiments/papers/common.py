@@ -15,7 +15,7 @@ from experiments.bench.common import progress
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
-from kvjax.eval.run.command import words
+from kvjax.eval.run.eval_command import words
 from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.generation.reuse.full_kv import held_in_full

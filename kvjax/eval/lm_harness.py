@@ -19,7 +19,7 @@ from rich.progress import track
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.local import encode
+from kvjax.eval.tasks.data_files import encode
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up

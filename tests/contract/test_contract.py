@@ -1,6 +1,6 @@
 """The battery that every trial of every method passes (C1 to C7, and C10), and the register that it runs over.
 
-What `kvjax.conformance` says of any states, it says of these (C4, C7); its other rules are of a whole model.
+What `kvjax.testing.conformance` says of any states, it says of these (C4, C7); its other rules are of a whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.conformance import changed_types, wrong_positions
+from kvjax.testing.conformance import changed_types, wrong_positions
 from kvjax.errors import IncompatibleMethod
 from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial

@@ -13,8 +13,8 @@ import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import report, safe_write
-from kvjax.eval.run import command, store
-from kvjax.eval.tasks import local
+from kvjax.eval.run import eval_command, store
+from kvjax.eval.tasks import data_files
 from tests.eval import fake_run
 from tests.eval.test_store import RUN, record, write
 
@@ -63,18 +63,18 @@ def test_deeply_nested_json_is_named(tmp_path):
         store.read_run(tmp_path)
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 2 is not JSON .*copy the file again"):
-        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
 
 
 def test_bad_bytes_in_local_rows_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 1 is not JSON .*utf-8"):
-        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
     packed = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
     for damaged in (packed[:-9], b"no gzip"):
         (tmp_path / "rows.jsonl.gz").write_bytes(damaged)
         with pytest.raises(KvjaxError, match="rows.jsonl.gz is damaged .*copy it again"):
-            list(local.lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
+            list(data_files.lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
 
 
 def test_what_a_run_writes_can_be_read_again(tmp_path):
@@ -114,11 +114,11 @@ def test_another_run_is_not_taken_over_by_rebuilding(tmp_path):
 def test_the_report_says_what_to_do_without_run_json(tmp_path, capsys):
     write(tmp_path, record(0, about={"length": 4}))
     (tmp_path / store.RUN).unlink()
-    command.render(tmp_path)
+    eval_command.render(tmp_path)
     assert "has records but no run.json" in (said := capsys.readouterr().err) and "--rebuild" in said
     (tmp_path / store.RUN).write_text("{")
     with pytest.raises(KvjaxError, match="run.json is damaged .*--rebuild"):
-        command.render(tmp_path)
+        eval_command.render(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):
@@ -166,4 +166,4 @@ def test_a_negative_seed_is_refused_before_anything_runs():
     more = {"lengths": "8", "text": None, "data": None, "chat": None}
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
     with pytest.raises(KvjaxError, match="--seed must be at least 0, got -1"):
-        command.specification(given)
+        eval_command.specification(given)

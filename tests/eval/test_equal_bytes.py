@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import command, equal_bytes
+from kvjax.eval.run import equal_bytes, eval_command
 from kvjax.methods.strings import joined, parse, parts_given
 from kvjax.testing import toy_model
 
@@ -66,7 +66,7 @@ def test_shares_may_be_written_as_any_fraction():
 
 def test_the_command_says_what_fits_nowhere(capsys):
     model = toy_model(layers=1, head_dim=32)
-    methods = command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
+    methods = eval_command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
     assert methods[0] == "full" and methods[1].startswith("keydiff:budget=") and len(methods) == 2
     assert (
         "quest:device_layers=0 takes more than 1/2 of the bytes of full in bfloat16: left out"

@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
+from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
-from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.methods.method_hash import identity
 from kvjax.models.tokenizer import Tokenizer

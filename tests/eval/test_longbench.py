@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.local import encode
+from kvjax.eval.tasks.data_files import encode
 from kvjax.eval.tasks.longbench import TASKS
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.eval.tasks.public import PUBLIC

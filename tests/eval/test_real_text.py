@@ -13,7 +13,7 @@ import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import evaluate
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.tasks import haystack, packaged, suite, symbols
 from kvjax.eval.tasks.case import Ask, Spec
 from kvjax.eval.tasks.essays import CITIES, HEAD, WORDING

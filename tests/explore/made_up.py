@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.explore import state
-from kvjax.explore.record import Explored, Watching
+from kvjax.explore import token_codes
+from kvjax.explore.exploration import Explored, Watching
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -51,12 +51,14 @@ def watching(name: str, number: int, attention: np.ndarray, prompt: int) -> Watc
     layers, heads, steps, P = attention.shape
     at, now = np.arange(P), np.arange(prompt, P)[:, None]
     stays = (at % (number + 1) == 0) | (at >= now - 3)
-    held = np.where(stays & (at <= now), state.HELD, 0).astype(np.uint8)
-    held |= np.where(held > 0, (0, state.KEY_HOST | state.VALUE_HOST, state.REPRESENTS)[number % 3], 0).astype(np.uint8)
-    held[0] |= np.where((held[0] > 0) & (held[1] == 0), state.LEAVES, 0).astype(np.uint8)
+    held = np.where(stays & (at <= now), token_codes.HELD, 0).astype(np.uint8)
+    held |= np.where(
+        held > 0, (0, token_codes.KEY_HOST | token_codes.VALUE_HOST, token_codes.REPRESENTS)[number % 3], 0
+    ).astype(np.uint8)
+    held[0] |= np.where((held[0] > 0) & (held[1] == 0), token_codes.LEAVES, 0).astype(np.uint8)
     held = np.broadcast_to(held, attention.shape).copy()
     off = np.where((held > 0) & (at < prompt - 5), (0, 0, 5 * 16 + 7)[number % 3], 0).astype(np.uint8)
-    lost = np.where(held & state.HELD, 0, attention).sum(-1).astype(np.float32)
+    lost = np.where(held & token_codes.HELD, 0, attention).sum(-1).astype(np.float32)
     says = list(range(2, steps + 2))
     size = CacheBytes(
         {"device": 10240, "pinned_host": 2048 * number}, {"device": 512, "pinned_host": 0}, 20480, "bfloat16"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.eval.page import summary
-from kvjax.eval.page.paired import (
+from kvjax.eval.page.paired_difference import (
     ERRORS,
     LATER,
     MEASURES,

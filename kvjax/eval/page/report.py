@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import paired, paper_claims, plots, safe_write, summary
+from kvjax.eval.page import paired_difference, paper_claims, plots, safe_write, summary
 from kvjax.eval.page.paper_claims import Finding
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
@@ -80,9 +80,9 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
             "errors": paper_claims.ERRORS,
             "near": f"{100 * paper_claims.NEAR:.0f}",
             "near_bits": paper_claims.NEAR,
-            "loss": f"{100 * paired.LOSS:.0f}",
-            "loss_bits": paired.LOSS,
-            "enough": paired.ENOUGH,
+            "loss": f"{100 * paired_difference.LOSS:.0f}",
+            "loss_bits": paired_difference.LOSS,
+            "enough": paired_difference.ENOUGH,
         },
         environment=list(_environment(run)),
         columns=COSTS,
@@ -131,14 +131,14 @@ def _fewest(rows: Sequence[Row], run: paper_claims.Run, fields: Sequence[str]) -
     for task in summary.ordered(rows, "task") if run.full else ():
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
         against = {m: _difference(run, m, task) for m in own}
-        if any(d and d.cases >= paired.ENOUGH for d in against.values()):
-            good = [m for m, d in against.items() if m == run.full or (d and paired.keeps_up(d))]
+        if any(d and d.cases >= paired_difference.ENOUGH for d in against.values()):
+            good = [m for m, d in against.items() if m == run.full or (d and paired_difference.keeps_up(d))]
             found.setdefault(min(good, key=own.__getitem__), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*found, run.full)}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in found.items()]
 
 
-def _difference(run: paper_claims.Run, method: str, task: str) -> paired.Difference | None:
+def _difference(run: paper_claims.Run, method: str, task: str) -> paired_difference.Difference | None:
     """A method beside the exact one, in the first measure that a task has; None for the exact one itself."""
     if method not in run.cases or run.full is None or method == run.full:
         return None

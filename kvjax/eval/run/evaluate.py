@@ -15,7 +15,7 @@ from rich.progress import Progress
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
 from kvjax.generation.memory_plan import planned_bytes

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.texts import prompt_ids
 from kvjax.generation import stopping

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
-from kvjax.eval.tasks.local import Encoded, encode, folder, lines, maker
+from kvjax.eval.tasks.data_files import Encoded, encode, folder, lines, maker
 from kvjax.models.model import Model
 
 SHOTS = 8

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from kvjax.eval.tasks import packaged, symbols
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort
-from kvjax.eval.tasks.local import lines
+from kvjax.eval.tasks.data_files import lines
 from kvjax.eval.tasks.texts import context_ids, largest, prompt_ids
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer

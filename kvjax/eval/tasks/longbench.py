@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
-from kvjax.eval.tasks.local import check_lengths, encode, folder, lines, maker
+from kvjax.eval.tasks.data_files import check_lengths, encode, folder, lines, maker
 from kvjax.models.model import Model
 
 

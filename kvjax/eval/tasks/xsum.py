@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from kvjax.eval.tasks import examples
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
-from kvjax.eval.tasks.local import Encoded, check_lengths, encode, folder, lines, maker
+from kvjax.eval.tasks.data_files import Encoded, check_lengths, encode, folder, lines, maker
 from kvjax.models.model import Model
 
 SHOTS = 3  # H2O's; HELM's own default is 5

@@ -17,8 +17,8 @@ from kvjax.cache.token_status import token_status
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxWarning
-from kvjax.explore import state
-from kvjax.explore.steps import Steps
+from kvjax.explore import token_codes
+from kvjax.explore.answer_state import Steps
 from kvjax.explore.traced_state import Watch, Watched, own_cache, own_states, watched_layers
 from kvjax.generation.context import read
 from kvjax.generation.inputs import round_up
@@ -28,7 +28,7 @@ from kvjax.models.model import Model
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watching:
-    """What one method held at each of T steps, of P positions; see `kvjax.explore.state` for the codes."""
+    """What one method held at each of T steps, of P positions; see `kvjax.explore.token_codes` for the codes."""
 
     name: str
     held: np.ndarray  # u8[L K T P], as the query of a step found it
@@ -99,11 +99,11 @@ def watched(at: Steps, name: str, answer: Sequence[int], exact: np.ndarray) -> W
     for token in answer:
         at = at.then(token)
         after = _codes(at.cache)
-        seen.append(state.found(before, after, int(at.cache.length[0]) - 1))
+        seen.append(token_codes.found(before, after, int(at.cache.length[0]) - 1))
         likeliest.append(at.likeliest)
         before = after
     held, off = (np.stack(x, 2)[..., : exact.shape[3]] for x in zip(*seen, strict=True))
-    lost = np.where(held & state.HELD, 0, exact).sum(3)
+    lost = np.where(held & token_codes.HELD, 0, exact).sum(3)
     return Watching(name, held, off, lost.astype(np.float32), likeliest, own, size, aside)
 
 
@@ -125,7 +125,7 @@ def _codes(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
 @functools.partial(jax.jit, static_argnames="layer")
 def _look(watch: Watch, layer: BoundLayer) -> tuple[Array, Array]:
     exact = max(1e-6, float(jnp.finfo(watch.k.dtype).eps) / 8)
-    return state.coded(token_status(layer, watch.own, watch.came), watch.notes, exact)
+    return token_codes.coded(token_status(layer, watch.own, watch.came), watch.notes, exact)
 
 
 def _exact_attention(cache: Cache) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a test of a method needs, no network: its rules, a toy model, a dense oracle, a look into compiled programs."""
+"""A toy model, a dense attention oracle, and a search for full copies in a compiled program."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import re
 
 import numpy as np
 
-from kvjax.conformance import BrokenRule, CheckReport, RuleReport, check_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model, random_model
-
-__all__ = ["BrokenRule", "CheckReport", "RuleReport", "check_method", "dense_attention", "full_copies", "toy_model"]
 
 
 def toy_model(seed: int = 0, **changes) -> Model:

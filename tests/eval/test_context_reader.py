@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.eval.run import reader
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run import context_reader
+from kvjax.eval.run.context_reader import Reader
 from kvjax.testing import toy_model
 
 MODEL = toy_model()
@@ -24,13 +24,13 @@ METHODS = (
 @pytest.fixture
 def readings(monkeypatch):
     """How many rows were read exactly, call by call."""
-    counts, exactly = [], reader.read_exactly
+    counts, exactly = [], context_reader.read_exactly
 
     def counted(model, rows, **more):
         counts.append(len(rows))
         return exactly(model, rows, **more)
 
-    monkeypatch.setattr(reader, "read_exactly", counted)
+    monkeypatch.setattr(context_reader, "read_exactly", counted)
     return counts
 
 

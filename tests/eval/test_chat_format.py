@@ -11,7 +11,7 @@ import pytest
 
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import command, evaluate, harness
+from kvjax.eval.run import eval_command, evaluate, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import NOW, framed
@@ -123,11 +123,13 @@ def test_a_template_that_hides_messages_is_told(site, source):
 
 def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
-    assert [command.specification(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
+    assert [
+        eval_command.specification(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)
+    ] == [
         None,
         True,
         False,
     ]
-    monkeypatch.setattr(command, "load", lambda *_, **__: BYTES)
+    monkeypatch.setattr(eval_command, "load", lambda *_, **__: BYTES)
     assert cli.main(["eval", "--chat", "--tasks", "niah"]) == 2
     assert "this model has no chat template, which --chat asks for" in capsys.readouterr().err

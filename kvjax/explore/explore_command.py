@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import safe_write
-from kvjax.explore import page
-from kvjax.explore.record import explored
+from kvjax.explore import explorer_page
+from kvjax.explore.exploration import explored
 from kvjax.generation.inputs import token_ids
 from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     ids = _ids(model, text, args)
     found = explored(model, ids, list(methods), args.steps, _say)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    size = safe_write.write(args.out, page.render(found, model.tokenizer, args.text.name)).stat().st_size
+    size = safe_write.write(args.out, explorer_page.render(found, model.tokenizer, args.text.name)).stat().st_size
     counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
     print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
 

@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from kvjax.core.attention import causal
 from kvjax.engine.positions import token_positions
-from kvjax.explore import state
-from kvjax.explore.record import explored
+from kvjax.explore import token_codes
+from kvjax.explore.exploration import explored
 from kvjax.models.decoder import Decoder
 from kvjax.testing import toy_model
 from tests.contract.test_conformance import LastTokens
@@ -79,8 +79,8 @@ def test_what_is_held_is_what_a_cache_holds_that_nobody_watches(model, found, by
     watched = by_name[method].held
     for step, then in enumerate(after):
         bits = watched[:, :, step]
-        assert np.array_equal(bits & state.HELD > 0, before | then)
-        assert np.array_equal(bits & state.LEAVES > 0, before & ~then)
+        assert np.array_equal(bits & token_codes.HELD > 0, before | then)
+        assert np.array_equal(bits & token_codes.LEAVES > 0, before & ~then)
         before = then
 
 
@@ -149,7 +149,7 @@ def test_streaming_llm_loses_its_oldest_recent_token_in_each_step(by_name):
         bits = by_name[STREAMING].held[0, 0, step]
         n = len(PROMPT) + step
         assert np.flatnonzero(bits).tolist() == [0, 1, *range(n - 6, n + 1)]
-        assert np.flatnonzero(bits & state.LEAVES).tolist() == [n - 6]
+        assert np.flatnonzero(bits & token_codes.LEAVES).tolist() == [n - 6]
 
 
 def test_kivi_holds_its_residual_exactly_and_the_rest_in_few_bits(by_name):
@@ -162,39 +162,39 @@ def test_kivi_holds_its_residual_exactly_and_the_rest_in_few_bits(by_name):
 
 def test_host_memory_holds_codes_and_not_what_a_residual_has(by_name):
     bits, off = (x[0, 0, -1, : len(PROMPT) + STEPS] for x in (by_name[KIVI_HOST].held, by_name[KIVI_HOST].off))
-    assert np.array_equal(bits & state.KEY_HOST > 0, off >> 4 > 0)
-    assert np.array_equal(bits & state.VALUE_HOST > 0, off & 15 > 0) and (off == 0).any() and (off > 0).any()
+    assert np.array_equal(bits & token_codes.KEY_HOST > 0, off >> 4 > 0)
+    assert np.array_equal(bits & token_codes.VALUE_HOST > 0, off & 15 > 0) and (off == 0).any() and (off > 0).any()
 
 
 def test_kcache_has_values_on_the_host_but_for_its_first_layer(by_name):
     bits = by_name[KCACHE].held[:, :, -1]
-    assert np.all(bits[0] == state.HELD) and np.all(bits[1] == state.HELD | state.VALUE_HOST)
+    assert np.all(bits[0] == token_codes.HELD) and np.all(bits[1] == token_codes.HELD | token_codes.VALUE_HOST)
     assert not by_name[KCACHE].off.any()
 
 
 def test_representatives_are_the_same_in_all_heads_and_exact(by_name):
-    marked = by_name[KVCRUSH].held & state.REPRESENTS > 0
+    marked = by_name[KVCRUSH].held & token_codes.REPRESENTS > 0
     assert np.array_equal(marked[:, 0], marked[:, 1])
     assert (marked[:, :, 0].sum(-1) == 3).all()  # half of the 8 tokens but the window of 2
     assert not marked[..., len(PROMPT) - 2 :].any() and not by_name[KVCRUSH].off.any()
-    assert not (by_name[SNAPKV].held & state.REPRESENTS).any()
+    assert not (by_name[SNAPKV].held & token_codes.REPRESENTS).any()
 
 
 def test_merged_tokens_are_those_whose_values_changed(by_name):
-    merged, off = by_name[MERGING].held & state.MERGED > 0, by_name[MERGING].off
+    merged, off = by_name[MERGING].held & token_codes.MERGED > 0, by_name[MERGING].off
     assert merged.any() and np.array_equal(merged, off > 0) and not (off >> 4).any()
 
 
 def test_a_low_tier_is_told_apart(by_name):
     bits, off = (x[0, :, 0, : len(PROMPT)] for x in (by_name[MIKV].held, by_name[MIKV].off))
-    assert (bits == state.HELD).all() and ((off > 0).sum(-1) == len(PROMPT) // 2).all()
+    assert (bits == token_codes.HELD).all() and ((off > 0).sum(-1) == len(PROMPT) // 2).all()
 
 
 def test_what_cannot_be_told_is_said(by_name, found):
-    untold = by_name[MINICACHE].held & state.UNTOLD > 0
+    untold = by_name[MINICACHE].held & token_codes.UNTOLD > 0
     assert untold.any() and not by_name[MINICACHE].off[untold].any()
     foreign = found.methods[-1].held
-    assert (foreign[foreign > 0] & state.UNTOLD > 0).all()
+    assert (foreign[foreign > 0] & token_codes.UNTOLD > 0).all()
     assert by_name[SPECACHE].aside and not by_name[KIVI].aside
 
 
@@ -206,5 +206,5 @@ def test_an_answer_ends_where_the_model_ends_it(model, found):
 
 
 def test_levels_of_errors_are_those_of_the_page():
-    assert state.error_of(0) == 0 and state.error_of(state.LEVELS) == 1
-    assert state.error_of(1) < 0.004
+    assert token_codes.error_of(0) == 0 and token_codes.error_of(token_codes.LEVELS) == 1
+    assert token_codes.error_of(1) < 0.004

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.explore import state
-from kvjax.explore.pieces import pieces
-from kvjax.explore.record import Explored, Watching
+from kvjax.explore import token_codes
+from kvjax.explore.exploration import Explored, Watching
+from kvjax.explore.token_texts import pieces
 from kvjax.models.tokenizer import Tokenizer
 
 WEB = Path(__file__).parent / "web"
@@ -77,8 +77,8 @@ def data(found: Explored, tokenizer: Tokenizer | None, source: str) -> dict[str,
         "layers": layers,
         "heads": heads,
         "first": first(found),
-        "least": state.LEAST,
-        "per_level": state.STEP,
+        "least": token_codes.LEAST,
+        "per_level": token_codes.STEP,
         "likeliest": _next(found, found.likeliest, tokenizer),
         "attention": packed_layers(np.round(255 * np.sqrt(np.sqrt(found.attention))).astype(np.uint8)),
         "methods": [_method(m, found, tokenizer) for m in found.methods],

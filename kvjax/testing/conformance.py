@@ -35,6 +35,7 @@ from kvjax.utils import arguments, display
 STEPS = 6  # tokens that are decoded one by one
 FED = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens that rows are fed at once: each row meets each number
 ALIKE = 0.2  # the least mean cosine of what is held with what it stands for; codes of one bit have 0.6
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 NEAR = {4: 1e-3, 2: 5e-2}
 """What logits of two programs may differ by, as a share of the greatest, by the bytes of the model's numbers."""
 OTHER_CODES = 20
@@ -627,7 +628,7 @@ def _where(error: Exception) -> str:
 def _is_users(file: str) -> bool:
     """Whether a file is neither kvjax's nor Python's nor an installed package's."""
     installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return os.path.isfile(file) and not file.startswith((os.path.dirname(__file__), *installed))
+    return os.path.isfile(file) and not file.startswith((_PACKAGE, *installed))
 
 
 def _smaller(name: str, length: int) -> str:

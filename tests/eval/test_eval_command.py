@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvjax import cli
-from kvjax.eval.run import command, harness, store
+from kvjax.eval.run import eval_command, harness, store
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
@@ -69,7 +69,7 @@ def child(argv, wait):
     jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cli.use_compilation_cache = lambda: None
-    command.summarise = tables
+    eval_command.summarise = tables
     stub(wait)
     sys.exit(cli.main(argv))
 
@@ -78,7 +78,7 @@ def tables(out):
     """Only the CSV file of the summary, which is what a killed run must not change."""
     from kvjax.eval.page import summary
 
-    summary.write_csv(summary.rows(store.read(out)), out / command.CSV)
+    summary.write_csv(summary.rows(store.read(out)), out / eval_command.CSV)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def toy(monkeypatch, model):
 def start(model, out, wait):
     argv = ["eval", "--model", model, "--methods", METHODS, "--tasks", "asking,text", "--lengths", "40,44"]
     argv += ["--contexts", "6", "--batch", "2", "--out", str(out)]
-    code = f"from tests.eval.test_eval_cli import child; child({argv!r}, {wait})"
+    code = f"from tests.eval.test_eval_command import child; child({argv!r}, {wait})"
     env = os.environ | {"KVJAX_CACHE": jax.config.jax_compilation_cache_dir, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -115,7 +115,7 @@ def finish(process):
 def found(out):
     """The records without their times, sorted, and the summary without its times."""
     records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
-    with (out / command.CSV).open() as f:
+    with (out / eval_command.CSV).open() as f:
         rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
     return sorted(records, key=store.key), rows
 
@@ -217,11 +217,11 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
     measured = []
-    compare = command.compare
+    compare = eval_command.compare
     monkeypatch.setattr(
         command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
     )
     assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
-    assert (tmp_path / command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
+    assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     assert "plots need matplotlib" in capsys.readouterr().err
