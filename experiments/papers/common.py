@@ -15,8 +15,7 @@ from experiments.bench.common import progress
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
-from kvjax.eval.run.eval_command import words
-from kvjax.eval.tasks import packaged
+from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.generation.reuse.full_kv import held_in_full
 from kvjax.models.tokenizer import FILE
@@ -44,7 +43,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def add_quality(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
     """The arguments of `measure`, and --group."""
-    p.add_argument("--tasks", type=words, default=["variables"], help=tasks_said(tasks.TASKS))
+    p.add_argument("--tasks", type=split_words, default=["variables"], help=tasks_said(tasks.TASKS))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
@@ -104,7 +103,7 @@ def _text(path: Path | None) -> str:
     if path is None:
         tokens = corpus.load("held_out").tokens
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
-    return packaged.read(path)
+    return data_files.read_text(path)
 
 
 def answers(

@@ -57,7 +57,7 @@ TASKS: dict[str, Callable[..., tasks.Instance]] = {"phrases": phrases, **tasks.T
 def arguments(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     """The parser of these scripts: `common.parser` and the sizes that `measure` reads; `defaults` replace theirs."""
     p = common.parser(doc)
-    p.add_argument("--tasks", type=common.words, help=common.tasks_said(TASKS))
+    p.add_argument("--tasks", type=common.split_words, help=common.tasks_said(TASKS))
     p.add_argument("--contexts", type=int, default=24, help="per task")
     p.add_argument("--batch", type=int, default=24, help="contexts at a time")
     p.add_argument("--windows", type=int, default=16, help="windows of text")

@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Plans, measures and prints; see the module's text."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument(
-        "--models", type=common.words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
+        "--models", type=common.split_words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
     )
     p.add_argument("--inputs", type=integers, default=[1024, 4096], help="tokens of the prompt")
     p.add_argument("--output", type=int, default=OUTPUT, help="tokens of the answer")

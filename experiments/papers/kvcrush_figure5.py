@@ -60,8 +60,8 @@ def best(found: Found, group: list[Line], shares: Sequence[str]) -> dict[str, st
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
-    parser.add_argument("--shares", type=common.words, default=SHARES)
-    parser.add_argument("--bases", type=common.words, default="accumulated,snapkv", help="eviction methods")
+    parser.add_argument("--shares", type=common.split_words, default=SHARES)
+    parser.add_argument("--bases", type=common.split_words, default="accumulated,snapkv", help="eviction methods")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {base: lines(base, args.budget, args.shares) for base in args.bases}

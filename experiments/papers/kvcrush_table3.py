@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens kept (the paper: 2,048, about a quarter)")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
     parser.add_argument("--window", type=int, default=8, help="last tokens that a method looks back from, or keeps")
-    parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
+    parser.add_argument("--bases", type=common.split_words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     every = lines(known(args.bases), args.budget, args.share, args.window)

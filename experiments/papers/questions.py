@@ -15,7 +15,7 @@ from kvjax import KvjaxError, Model
 from kvjax.eval.run.harness import reference
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.chat_format import framed
+from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
 
@@ -41,8 +41,8 @@ def asked(model: Model, names: Sequence[str], known: Collection[str] = tuple(tas
 def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
     """`args.contexts` instances of one of TASKS in `args.text`, of at most `args.length` tokens with a question."""
     spec = Spec((args.length,), args.contexts, QUESTIONS, seed=args.seed, text=args.text)
-    frame = framed(model, spec)
-    first, later = (frame.question("What", turn=turn) for turn in (0, 1))
+    frame = chat_format(model, spec)
+    first, later = (frame.encode_question("What", turn=turn) for turn in (0, 1))
     between = later[: len(later) - len(first)]
     return [_instance(model, case, between) for case in suite.cases(model, [task], spec)]
 

@@ -223,8 +223,8 @@ ON_CPU = "On this machine host and device memory are the same RAM: moving is cop
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, draws and prints; see the module's text."""
     p = common.parser(__doc__)
-    p.add_argument("--percent", type=lambda t: [float(x) for x in common.words(t)], default=PERCENT)
-    p.add_argument("--tasks", type=common.words, default=["recall"], help="of the shipped model")
+    p.add_argument("--percent", type=lambda t: [float(x) for x in common.split_words(t)], default=PERCENT)
+    p.add_argument("--tasks", type=common.split_words, default=["recall"], help="of the shipped model")
     p.add_argument("--contexts", type=int, default=4, help="per task")
     p.add_argument("--windows", type=int, default=4, help="windows of text")
     p.add_argument("--batch", type=int, default=2, help="rows at a time")

@@ -19,7 +19,7 @@ from rich.progress import track
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.data_files import encode
+from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up
@@ -104,7 +104,7 @@ class KvjaxLM(TemplateLM):
         plain = self.model.text_tokenizer().encode(string, special_tokens=False)
         if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
             return plain
-        return encode(self.model, string).ids.tolist()
+        return encode_prompt(self.model, string).ids.tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The model's template, which lm_eval notes with its results; it has one, so that no other can be named."""

@@ -17,11 +17,11 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.testing.conformance import changed_types, wrong_positions
 from kvjax.errors import IncompatibleMethod
 from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
+from kvjax.testing.conformance import changed_types, wrong_positions
 from tests.contract import edges, layer
 from tests.contract.table import RECIPES, TRIALS, sizes
 

@@ -14,7 +14,7 @@ from kvjax.errors import KvjaxError
 from kvjax.eval.run import eval_command, evaluate, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.chat_format import NOW, framed
+from kvjax.eval.tasks.chat_format import NOW, chat_format
 from kvjax.models.chat import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def test_prompts_are_what_the_template_writes(site, name, source):
     case, plain = (made(name, model, depths=1, lengths=(2500,), chat=chat)[0] for chat in (None, False))
     assert case.turns == plain.turns and len(case.asks) == len(plain.asks)
     assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 2500
-    head, tail = framed(model, Spec()).head, framed(model, Spec()).tail
+    head, tail = chat_format(model, Spec()).head, chat_format(model, Spec()).tail
     user = said(model, case.context).removeprefix(head)
     assert user.endswith("\n") and case.context.tolist() == model.tokenizer.encode(head + user, special_tokens=False)
     ids, talk = [*case.context], []

@@ -63,18 +63,18 @@ def test_deeply_nested_json_is_named(tmp_path):
         store.read_run(tmp_path)
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 2 is not JSON .*copy the file again"):
-        list(data_files.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.read_json_lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
 
 
 def test_bad_bytes_in_local_rows_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 1 is not JSON .*utf-8"):
-        list(data_files.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.read_json_lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
     packed = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
     for damaged in (packed[:-9], b"no gzip"):
         (tmp_path / "rows.jsonl.gz").write_bytes(damaged)
         with pytest.raises(KvjaxError, match="rows.jsonl.gz is damaged .*copy it again"):
-            list(data_files.lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
+            list(data_files.read_json_lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
 
 
 def test_what_a_run_writes_can_be_read_again(tmp_path):

@@ -219,7 +219,7 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
     measured = []
     compare = eval_command.compare
     monkeypatch.setattr(
-        command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
+        eval_command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
     )
     assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]

@@ -63,7 +63,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         run=run,
         title=f"{run.get('model', 'a model')}: {_count(len(summary.ordered(rows, 'method')), 'method')}",
         headline=headline(rows, records, run),
-        notes=examples.notes((r["task"], r["about"]) for r in records),
+        notes=examples.missing_example_notes((r["task"], r["about"]) for r in records),
         lengths=lengths,
         main=summary.main_length(rows),
         tables=[_table(rows, length) for length in lengths],

@@ -17,10 +17,10 @@ from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import WIDTH
-from kvjax.eval.tasks import packaged, suite
+from kvjax.eval.tasks import data_files, suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.chat_format import framed
-from kvjax.eval.tasks.suite import words
+from kvjax.eval.tasks.chat_format import chat_format
+from kvjax.eval.tasks.suite import split_words
 from kvjax.methods.strings import named, split_many
 from kvjax.models.model import Model, load
 
@@ -34,12 +34,12 @@ LEAST = {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}
 def run(args: argparse.Namespace) -> None:
     """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can."""
     if args.list:
-        found = suite.described()
+        found = suite.describe_tasks()
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in found.items()))
         return
     named(args.methods)  # a slip is said before a large model is loaded
-    tasks, spec = suite.expand(words(args.tasks)), specification(args)
+    tasks, spec = suite.expand(split_words(args.tasks)), specification(args)
     shares = () if args.budget_bytes is None else equal_bytes.shares_of(args.budget_bytes)
     length, *others = spec.lengths
     if shares and others:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         _say(f"without {' and '.join(lacking)} there will be {CSV} and no page; for that: {INSTALL}")
     model = load(args.model, dtype=args.dtype)
     if spec.chat:
-        framed(model, spec)  # without a template that is said now
+        chat_format(model, spec)  # without a template that is said now
     _warn(model, spec.lengths)
     methods = _at_equal_bytes(model, args.methods, shares, length) if shares else args.methods
     how = {"batch": args.batch, "seen": args.seen, "speed": not args.no_speed, "rebuild": args.rebuild}
@@ -68,14 +68,14 @@ def specification(args: argparse.Namespace) -> Spec:
     for name, least in LEAST.items():
         if getattr(args, name) < least:
             raise KvjaxError(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    if args.text is not None and not packaged.located(args.text).exists():
+    if args.text is not None and not data_files.resolve_text_path(args.text).exists():
         raise KvjaxError(
             f"there is no file {args.text}; give --text a UTF-8 text, a folder of .txt files, or a name: "
-            f"{', '.join(packaged.TEXTS)}"
+            f"{', '.join(data_files.NAMED_TEXTS)}"
         )
     if args.data is not None and not args.data.is_dir():
         raise KvjaxError(f"there is no folder {args.data}; give --data the one with the benchmarks' files")
-    lengths = tuple(dict.fromkeys(_length(w) for w in words(args.lengths)))
+    lengths = tuple(dict.fromkeys(_length(w) for w in split_words(args.lengths)))
     if not lengths:
         raise KvjaxError("--lengths names no length; for example 512,1024")
     return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)

@@ -12,7 +12,7 @@ from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
 from kvjax.eval.run.context_reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.eval.tasks.texts import prompt_ids
+from kvjax.eval.tasks.encoding import prompt_ids
 from kvjax.generation import stopping
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate
