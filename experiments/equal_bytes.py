@@ -37,6 +37,7 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.suite import split_words
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.models.config import Config
 

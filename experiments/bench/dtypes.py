@@ -18,6 +18,7 @@ import kvjax
 from experiments.bench.common import integers, interleaved, machine, progress, report, summary, table
 from experiments.bench.ours import Ours
 from experiments.bench.peer import Peer, missing
+from kvjax.eval.tasks.suite import split_words
 
 Side = tuple[str, str]
 """(kvjax or transformers, dtype)."""

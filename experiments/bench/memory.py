@@ -22,6 +22,7 @@ import kvjax
 from experiments.bench.common import machine, progress, report, table
 from experiments.bench.process import alone, peak_bytes
 from experiments.bench.shapes import SHAPES
+from kvjax.eval.tasks.suite import split_words
 from kvjax.models import checkpoint
 
 NEW = 16  # tokens that are decoded
@@ -59,7 +60,9 @@ COLUMNS += tuple(f"beyond, {stage}" for stage in STAGES)
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=split_words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes")
+    parser.add_argument(
+        "--models", type=split_words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes"
+    )
     parser.add_argument("--dtypes", type=split_words, default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
     args = parser.parse_args(argv)

@@ -16,6 +16,7 @@ from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.tasks import data_files
+from kvjax.eval.tasks.suite import split_words
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.generation.reuse.full_kv import held_in_full
 from kvjax.models.tokenizer import FILE

@@ -150,7 +150,9 @@ def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, tasks=["phrases"], contexts=16)
     parser.add_argument("--budgets", type=integers, default="64,128,256,512")
-    parser.add_argument("--methods", type=common.split_words, default=",".join(METHODS), help="from: " + ", ".join(METHODS))
+    parser.add_argument(
+        "--methods", type=common.split_words, default=",".join(METHODS), help="from: " + ", ".join(METHODS)
+    )
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

@@ -42,7 +42,7 @@ def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Ins
     """`args.contexts` instances of one of TASKS in `args.text`, of at most `args.length` tokens with a question."""
     spec = Spec((args.length,), args.contexts, QUESTIONS, seed=args.seed, text=args.text)
     frame = chat_format(model, spec)
-    first, later = (frame.encode_question("What", turn=turn) for turn in (0, 1))
+    first, later = (frame.encode_question("What", is_first=is_first) for is_first in (True, False))
     between = later[: len(later) - len(first)]
     return [_instance(model, case, between) for case in suite.cases(model, [task], spec)]
 

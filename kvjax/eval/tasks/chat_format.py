@@ -40,16 +40,16 @@ class ChatFormat:
             return context_ids(self.tokenizer, text)
         return np.array(encode_text(self.tokenizer, self.head + text, False, parse_special=True).ids, np.int32)
 
-    def encode_question(self, text: str, opening: str = "", turn: int = 0) -> np.ndarray:
-        """Encodes a question, i32[P], that follows a context's line break, or in later turns an answer.
+    def encode_question(self, text: str, opening: str = "", is_first: bool = True) -> np.ndarray:
+        """Encodes a question, i32[P], that follows a context's line break, or an answer.
 
         Args:
           text: the question.
           opening: the first words of the answer, which are given (RULER's answer_prefix).
-          turn: number of the question in a conversation.
+          is_first: whether the question follows the context; later questions of a conversation follow an answer.
         """
         opening = opening.lstrip() if self.tail[-1:].isspace() else opening
-        whole = (self.between if turn else "") + text + self.tail + opening
+        whole = ("" if is_first else self.between) + text + self.tail + opening
         return prompt_ids(self.tokenizer, whole, parse_special=self.is_chat)
 
 

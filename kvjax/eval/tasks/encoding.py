@@ -33,7 +33,7 @@ def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, parse
 
 
 def context_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Encodes a text that opens a prompt, i32[S], with the special tokens before it and without those that end it."""
+    """Encodes a text that opens a prompt, i32[S], with special tokens before it and none after it."""
     encoding = encode_text(tokenizer, text, add_special_tokens=True)
     end = _num_tokens_before_end(encoding)
     return np.array(encoding.ids[:end] if end else encoding.ids, np.int32)
@@ -96,7 +96,7 @@ class EncodedPrompt:
 
 
 def encode_prompt(model: Model, text: str) -> EncodedPrompt:
-    """Encodes a text that the model continues: with special tokens before it, without those that end it."""
+    """Encodes a text that the model continues: with special tokens before it and none after it."""
     encoding = model.text_tokenizer().inner.encode(text)
     end = _num_tokens_before_end(encoding)
     tokens = zip(encoding.special_tokens_mask[:end], encoding.offsets[:end], strict=True)

@@ -228,7 +228,7 @@ class FrequentWords:
     """Coded words by a zeta law (alpha 2), the first rank dots; the next three are asked for."""
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """See `InstanceKind`; a unit is a word of the text, some of which are rounded away."""
+        """See `InstanceKind`; a unit is a word of the text, and rounding drops some words."""
         ranked = DistinctStrings(letters(rng, string.ascii_lowercase, 6)).first(max(5, length // 50) - 1)
         ranked = ["...", *ranked]
         fractions = np.arange(1, len(ranked) + 1) ** -2.0 / (math.pi**2 / 6)
@@ -268,8 +268,9 @@ class RulerTask:
                 n: int, build=build, encode_question=encode_question
             ) -> tuple[np.ndarray, list[np.ndarray], list[TextQuestion]]:
                 text, questions = build(n)
-                turns = (turn if self.turns else 0 for turn in range(len(questions)))
-                prompts = [encode_question(q.text, q.opening, t) for q, t in zip(questions, turns, strict=True)]
+                prompts = [
+                    encode_question(q.text, q.opening, not (turn and self.turns)) for turn, q in enumerate(questions)
+                ]
                 return chat.encode_context(text), prompts, questions
 
             def cost(n: int, encode=encode) -> int:
