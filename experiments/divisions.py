@@ -52,7 +52,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import replay
 from kvjax.eval.run import harness
-from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
+from kvjax.eval.run.equal_bytes import DTYPE, fit_methods, parse_shares
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
@@ -88,7 +88,7 @@ def settings_of(model: Model, args: argparse.Namespace) -> list[Setting]:
         return (not groups or group in groups) and args.only in text and not any(x in text for x in without)
 
     found = []
-    for share in shares_of(args.shares):
+    for share in parse_shares(args.shares):
         for division in document["division"] if not groups or "scorers" in groups else ():
             # Bytes depend on the division alone, so one fit serves all scorers.
             like = _fitted(divided(document["scorer"][0], division), share, model, length)
@@ -97,7 +97,7 @@ def settings_of(model: Model, args: argparse.Namespace) -> list[Setting]:
                 if division["name"] not in scorer.get("not", ()) and wanted("scorers", method):
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
-        for share in shares_of(more.get("shares", args.shares)):
+        for share in parse_shares(more.get("shares", args.shares)):
             for text in (text for text in more["methods"] if wanted(more["name"], text)):
                 method = _fitted(text, share, model, length)
                 if method:
@@ -119,7 +119,7 @@ def with_component(method: str, component: str) -> str:
 
 
 def _fitted(text: str, share: Any, model: Model, length: int) -> str:
-    (found,) = fitted([text], [share], model.config, length)
+    (found,) = fit_methods([text], [share], model.config, length)
     return found.method
 
 
@@ -166,7 +166,7 @@ def _conversation(model: Model, cases: Sequence[Case]) -> Questions:
         marks: list[bool] = []
         spans = []
         for i, ask in enumerate(case.asks):
-            told = list(map(int, harness.reference(model, ask)))
+            told = list(map(int, harness.reference_ids(model, ask)))
             asked = list(map(int, ask.prompt)) if i else []
             if i:
                 spans.append((len(row) + len(asked), len(row) + len(asked) + len(told)))
@@ -181,7 +181,7 @@ def _conversation(model: Model, cases: Sequence[Case]) -> Questions:
 def _one_question(model: Model, cases: Sequence[Case], i: int) -> Questions:
     rows, decoded, answers = [], [], []
     for case in cases:
-        asked, told = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference(model, case.asks[i])))
+        asked, told = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference_ids(model, case.asks[i])))
         rows.append(asked + told)
         decoded.append([False] * len(asked) + [True] * len(told))
         answers.append([(len(asked), len(asked) + len(told))])

@@ -32,7 +32,7 @@ from experiments.papers.common import run
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.equal_bytes import DTYPE, Fitted, fitted, shares_of
+from kvjax.eval.run.equal_bytes import DTYPE, FittedMethod, fit_methods, parse_shares
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
@@ -65,16 +65,16 @@ def points(model: Model, shares: Sequence[Fraction], length: int, families: Path
     """All methods at all shares, or at those that their family names."""
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
-        own = shares_of(family["shares"]) if "shares" in family else shares
+        own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
-            each = fitted([s.strip() for s in settings.split(";")], own, model.config, length)
+            each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
                 found.append(_point(model, family["name"], settings, largest, length))
     return found
 
 
-def _point(model: Model, family: str, settings: str, fit: Fitted, length: int) -> Point:
+def _point(model: Model, family: str, settings: str, fit: FittedMethod, length: int) -> Point:
     if not fit.method:
         return Point(family, settings, str(fit.share), "", 0, 0)
     held = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
@@ -110,9 +110,9 @@ def _opened(
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # one of each depth
     cases = [case for t in tasks for case in suite.cases(model, [t], needles if t in NEEDLES else spec)]
-    about = {"seed": seed, "batch": args.batch, "seen": False}
-    told = store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
-    return cases, stack.enter_context(store.opened(_folder(args.out, family, seed), told))
+    about = {"seed": seed, "batch": args.batch, "question_aware": False}
+    told = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
+    return cases, stack.enter_context(store.open_store(_folder(args.out, family, seed), told))
 
 
 def _folder(out: Path, family: str, seed: int) -> Path:
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
     args = p.parse_args(argv)
     model = kvjax.load(args.model)
-    every = points(model, shares_of(args.shares), args.length, args.settings)
+    every = points(model, parse_shares(args.shares), args.length, args.settings)
     families = by_family(every)
     unknown = [name for name in args.families or () if name not in families]
     if unknown:

@@ -31,7 +31,7 @@ from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
-from kvjax.eval.run.equal_bytes import shares_of
+from kvjax.eval.run.equal_bytes import parse_shares
 from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
 
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="tokens that follow")
-    parser.add_argument("--budgets", type=shares_of, default="1/32,1/16,1/8,1/4,1/2", help="shares of the tokens")
+    parser.add_argument("--budgets", type=parse_shares, default="1/32,1/16,1/8,1/4,1/2", help="shares of the tokens")
     parser.add_argument("--join", type=int, default=5, help="layers whose signatures are joined")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

@@ -119,6 +119,13 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _RenamedOption(argparse.Action):
+    """Ends with the new name of an option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} is now called {self.const}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvjax", description="KV-cache methods in JAX: measured, composed, generated with."
@@ -248,7 +255,10 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="ask questions through the model's chat template (default: where it has one)",
     )
-    p.add_argument("--seen", action="store_true", help="each question ends the prompt, so that methods see it")
+    p.add_argument(
+        "--question-aware", action="store_true", help="each question ends the prompt, so that methods see it"
+    )
+    p.add_argument("--seen", action=_RenamedOption, const="--question-aware", nargs=0, help=argparse.SUPPRESS)
     p.add_argument(
         "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
     )

@@ -21,7 +21,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.page import safe_write, summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
-from kvjax.eval.run.context_reader import Reader
+from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
@@ -86,12 +86,12 @@ class Exam:
         return int(self.questions[0].about["length"])
 
     @functools.cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> ContextReader:
         """Reads all contexts with room for what any of them is followed by: equal shapes share their programs."""
         asks = [ask for case in self.questions for ask in case.asks]
-        answers = max(harness.bucket(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
-        follows = max(harness.bucket(len(case.follows)) for case in self.texts if case.follows is not None)
-        return Reader(self.model, least_room=max(answers, follows, DECODED_TOKENS))
+        answers = max(harness.padded_width(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
+        follows = max(harness.padded_width(len(case.follows)) for case in self.texts if case.follows is not None)
+        return ContextReader(self.model, least_headroom_tokens=max(answers, follows, DECODED_TOKENS))
 
 
 def exam(model: Model, full: bool = False) -> Exam:
@@ -120,10 +120,10 @@ def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
     reference = None
     longest = max(ask.new_tokens for case in asked.questions for ask in case.asks)
     for name, method in named(methods).items():
-        replies, size = harness.shared(asked.reader, method, asked.questions, longest)
+        replies, size = harness.ask_shared_context(asked.reader, method, asked.questions, longest)
         answers = zip(zip(*(case.asks for case in asked.questions), strict=True), replies, strict=True)
         scores = [METRICS[ask.metric](text, ask) for pair in answers for ask, text in zip(*pair, strict=True)]
-        bits, best, _ = harness.following(asked.reader, method, asked.texts)
+        bits, best, _ = harness.score_continuations(asked.reader, method, asked.texts)
         likeliest, held = np.concatenate(best), size.per_sequence(len(asked.questions))
         reference = likeliest if reference is None else reference
         yield Row(
@@ -145,8 +145,8 @@ def decode_in_turns(asked: Exam, methods: Sequence[KVMethod], turns: int = TURNS
     What else the machine does slows a turn, not a method. The loop is the one that `generate` takes by default.
     """
     rows = [case.context for case in asked.questions]
-    width = harness.bucket(max(map(len, rows)))
-    contexts = [asked.reader.read(rows, method, room=DECODED_TOKENS, width=width) for method in methods]
+    width = harness.padded_width(max(map(len, rows)))
+    contexts = [asked.reader.read(rows, method, headroom_tokens=DECODED_TOKENS, width=width) for method in methods]
     for turn in range(turns + 1):
         rates = [c.generate(max_new_tokens=DECODED_TOKENS, eos_ids=()).tokens_per_second for c in contexts]
         if turn:  # the first one compiles

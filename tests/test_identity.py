@@ -165,7 +165,8 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
 
     records = tmp_path / "run" / store.RECORDS
     written = records.read_text()
-    records.write_text(re.sub('"meant": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))  # as kvjax 0.1 wrote
+    # As kvjax 0.1 wrote.
+    records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))
     assert len(store.read(tmp_path / "run")) == written.count("\n")
     with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
         run(model, "mine")

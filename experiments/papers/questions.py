@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from kvjax import KvjaxError, Model
-from kvjax.eval.run.harness import reference
+from kvjax.eval.run.harness import reference_ids
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.chat_format import chat_format
@@ -48,5 +48,5 @@ def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Ins
 
 
 def _instance(model: Model, case: Case, between: np.ndarray) -> tasks.Instance:
-    found = (tasks.Question(ask.prompt, reference(model, ask), ask.about["depth"]) for ask in case.asks)
+    found = (tasks.Question(ask.prompt, reference_ids(model, ask), ask.about["depth"]) for ask in case.asks)
     return tasks.Instance(case.task, case.context, tuple(found), between)

@@ -39,11 +39,11 @@ def evaluated(
     args: argparse.Namespace, model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec
 ) -> list[dict[str, Any]]:
     """The records of all methods on all cases of the tasks, each question at the end of its prompt."""
-    cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "seen": True}
-    what = store.describe(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
+    cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "question_aware": True}
+    what = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
     with contextlib.ExitStack() as stack:
         folder = args.run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        kept = stack.enter_context(store.opened(folder, what))
+        kept = stack.enter_context(store.open_store(folder, what))
         evaluate(model, methods, cases, kept, **about, progress=bars())
         return [r for m in methods for c in cases if (r := kept.find(m, c.task, c.key))]
 

@@ -72,7 +72,7 @@ def test_prompts_are_what_the_template_writes(site, name, source):
         ids += [*ask.prompt]
         assert said(model, np.array(ids)) == written
         assert ids == model.tokenizer.encode(written, special_tokens=False)
-        ids += [*harness.reference(model, ask)]
+        ids += [*harness.reference_ids(model, ask)]
         talk += [{"role": "assistant", "content": f"{opening} {ask.references[0]}"}]
 
 
@@ -123,9 +123,7 @@ def test_a_template_that_hides_messages_is_told(site, source):
 
 def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
-    assert [
-        eval_command.specification(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)
-    ] == [
+    assert [eval_command.make_spec(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
         None,
         True,
         False,

@@ -27,7 +27,7 @@ def line_error(directory, line) -> str:
     (directory / store.RECORDS).write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2)), ""]))
     with pytest.raises(KvjaxError) as e:
         report.read(directory)
-    with pytest.raises(KvjaxError, match="line 2 of "), store.opened(directory, RUN, rebuild=True):
+    with pytest.raises(KvjaxError, match="line 2 of "), store.open_store(directory, RUN, rebuild=True):
         pass
     return str(e.value)
 
@@ -95,7 +95,7 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
     with pytest.raises(KvjaxError, match=r"run\.json.*the records beside it are still good.* with --rebuild"):
         write(tmp_path, record(1))
     assert len(store.read(tmp_path)) == 2
-    with store.opened(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
+    with store.open_store(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
         assert len(s.records) == 2
     run = store.read_run(tmp_path)
     assert run["rebuilt"].startswith("run.json was damaged or missing at now and has been written anew; that the 2")
@@ -107,7 +107,10 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
 
 def test_another_run_is_not_taken_over_by_rebuilding(tmp_path):
     write(tmp_path, record(0))
-    with pytest.raises(KvjaxError, match="seed was 0 and is now 1"), store.opened(tmp_path, RUN | {"seed": 1}, True):
+    with (
+        pytest.raises(KvjaxError, match="seed was 0 and is now 1"),
+        store.open_store(tmp_path, RUN | {"seed": 1}, True),
+    ):
         pass
 
 
@@ -123,7 +126,7 @@ def test_the_report_says_what_to_do_without_run_json(tmp_path, capsys):
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError), store.opened(tmp_path / "file" / "out", RUN):
+    with pytest.raises(OSError), store.open_store(tmp_path / "file" / "out", RUN):
         pass
     write(tmp_path, record(0))
 
@@ -166,4 +169,4 @@ def test_a_negative_seed_is_refused_before_anything_runs():
     more = {"lengths": "8", "text": None, "data": None, "chat": None}
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
     with pytest.raises(KvjaxError, match="--seed must be at least 0, got -1"):
-        eval_command.specification(given)
+        eval_command.make_spec(given)

@@ -16,8 +16,8 @@ CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
 FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).held["device"]
 
 
-def fit(method: str, share: str) -> equal_bytes.Fitted:
-    return equal_bytes.fitted([method], [Fraction(share)], CONFIG, PROMPT)[0]
+def fit(method: str, share: str) -> equal_bytes.FittedMethod:
+    return equal_bytes.fit_methods([method], [Fraction(share)], CONFIG, PROMPT)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_strings_are_taken_apart_and_joined():
 )
 def test_what_is_no_share_is_an_error(text):
     with pytest.raises(KvjaxError, match="such as 1/4, got"):
-        equal_bytes.shares_of(text)
+        equal_bytes.parse_shares(text)
 
 
 def test_shares_may_be_written_as_any_fraction():
-    assert equal_bytes.shares_of("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
+    assert equal_bytes.parse_shares("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
 
 
 def test_the_command_says_what_fits_nowhere(capsys):

@@ -69,7 +69,7 @@ def child(argv, wait):
     jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cli.use_compilation_cache = lambda: None
-    eval_command.summarise = tables
+    eval_command.summarize = tables
     stub(wait)
     sys.exit(cli.main(argv))
 
@@ -117,7 +117,7 @@ def found(out):
     records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
     with (out / eval_command.CSV).open() as f:
         rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
-    return sorted(records, key=store.key), rows
+    return sorted(records, key=store.record_key), rows
 
 
 def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path, model):
@@ -152,7 +152,7 @@ def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     assert (tmp_path / store.RECORDS).read_bytes().startswith(before)
     run = store.read_run(tmp_path)
     assert run["methods"] == ["full", "snapkv:budget=16,window=4"] and run["tasks"] == ["asking", "text"]
-    assert run["digest"] == store.digest(toy[2]) and (run["lengths"], run["seen"]) == ([40], False)
+    assert run["digest"] == store.digest(toy[2]) and (run["lengths"], run["question_aware"]) == ([40], False)
     assert len(store.read(tmp_path)) == 2 * (3 + 3)
     (tmp_path / "report.html").unlink()
     assert cli.main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
@@ -163,12 +163,19 @@ def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     [
         (["--seed", "1"], "seed was 0 and is now 1"),
         (["--batch", "2"], "batch was 3 and is now 2"),
-        (["--seen"], "seen was False and is now True"),
+        (["--question-aware"], "question_aware was False and is now True"),
         (["--dtype", "bfloat16"], "dtype was 'float32' and is now 'bfloat16'"),
     ],
 )
 def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, says):
-    wanted = {"model": toy[2], "digest": store.digest(toy[2]), "dtype": "float32", "seed": 0, "batch": 3, "seen": False}
+    wanted = {
+        "model": toy[2],
+        "digest": store.digest(toy[2]),
+        "dtype": "float32",
+        "seed": 0,
+        "batch": 3,
+        "question_aware": False,
+    }
     (tmp_path / store.RUN).write_text(json.dumps(wanted | {"device": jax.devices()[0].device_kind}))
     assert cli.main([*toy, "--out", str(tmp_path), *more]) == 2
     assert says in capsys.readouterr().err
@@ -225,3 +232,9 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
     assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     assert "plots need matplotlib" in capsys.readouterr().err
+
+
+def test_the_old_name_of_an_option_answers_with_the_new_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["eval", "--seen"])
+    assert "--seen is now called --question-aware" in capsys.readouterr().err

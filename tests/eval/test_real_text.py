@@ -13,7 +13,7 @@ import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import evaluate
-from kvjax.eval.run.context_reader import Reader
+from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.tasks import data_files, haystack, suite, symbols
 from kvjax.eval.tasks.case import Ask, Spec
 from kvjax.eval.tasks.essays import CITIES, HEAD, WORDING
@@ -186,7 +186,7 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
     (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
     batch, marks = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
-    (record,) = evaluate.records(Reader(model), "full", method, batch, False, marks)
+    (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, marks)
     (logp,) = kvjax.score(model, [case.context], [case.follows], method)
     assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
     assert len(logp) == len("    return x + 1\n") == 17

@@ -15,39 +15,46 @@ from kvjax.generation.inputs import round_up
 from kvjax.generation.reuse.full_kv import Exact, read_exactly
 from kvjax.models.model import Model
 
-SHARE = 1 / 8
-"""Of the memory that is installed, what exact keys, values and queries may take."""
+EXACT_MEMORY_FRACTION = 1 / 8
+"""The part of the installed memory that exact keys, values and queries may take."""
 
 
-class Reader:
-    """Reads rows under methods; what the model makes of the latest rows is kept for the next methods.
+class ContextReader:
+    """Reads contexts under methods; the exact keys, values and queries of the latest ones are kept for other methods.
 
-    Of rows whose exact keys, values and queries of all layers are too large to be kept each method reads for itself.
-    least_room: tokens that there is room for behind all rows, whatever is asked for.
+    Contexts whose exact tensors are too large to be kept are read anew under each method.
+
+    Args:
+      model: the model.
+      least_headroom_tokens: tokens that every context has room for, whatever is asked for.
     """
 
-    def __init__(self, model: Model, least_room: int = 0):
-        self.model, self._least_room = model, least_room
-        self._kept: dict[tuple, Exact] = {}  # the latest last
+    def __init__(self, model: Model, least_headroom_tokens: int = 0):
+        self.model, self._least_headroom_tokens = model, least_headroom_tokens
+        self._exact: dict[tuple, Exact] = {}  # the latest last
 
-    def read(self, rows: Sequence[np.ndarray], method: str | KVMethod, *, room: int, width: int) -> Context:
-        """As `kvjax.read`."""
-        width, room, most = round_up(width), max(room, self._least_room), self._most()
-        if self._size(len(rows), width) > most:
-            return read(self.model, rows, method, room=room, width=width)
-        ids = [np.asarray(row).tolist() for row in rows]
-        what = width, tuple(map(tuple, ids))
-        if what not in self._kept:
-            while self._kept and sum(self._size(len(ids), width) for width, ids in [*self._kept, what]) > most:
-                del self._kept[next(iter(self._kept))]
-            self._kept[what] = read_exactly(self.model, ids, width=width)
-        return self._kept[what].under(method, max(round_up(max(map(len, ids)) + room), width))
+    def read(
+        self, contexts: Sequence[np.ndarray], method: str | KVMethod, *, headroom_tokens: int, width: int
+    ) -> Context:
+        """Reads contexts as `kvjax.read` does."""
+        width, headroom_tokens = round_up(width), max(headroom_tokens, self._least_headroom_tokens)
+        most = self._max_exact_bytes()
+        if self._exact_bytes(len(contexts), width) > most:
+            return read(self.model, contexts, method, room=headroom_tokens, width=width)
+        ids = [np.asarray(context).tolist() for context in contexts]
+        key = width, tuple(map(tuple, ids))
+        if key not in self._exact:
+            # The oldest ones go before the new one is made, so that both never exceed the limit together.
+            while self._exact and sum(self._exact_bytes(len(ids), w) for w, ids in [*self._exact, key]) > most:
+                del self._exact[next(iter(self._exact))]
+            self._exact[key] = read_exactly(self.model, ids, width=width)
+        return self._exact[key].under(method, max(round_up(max(map(len, ids)) + headroom_tokens), width))
 
-    def _size(self, rows: int, width: int) -> int:
-        """Bytes of what is kept of so many rows."""
+    def _max_exact_bytes(self) -> float:
+        installed = memory.installed(jax.tree.leaves(self.model.params)[0].devices()).device
+        return EXACT_MEMORY_FRACTION * (math.inf if installed is None else installed)
+
+    def _exact_bytes(self, batch: int, width: int) -> int:
+        """Bytes of the exact keys, values and queries of all layers."""
         c = self.model.config
-        return rows * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
-
-    def _most(self) -> float:
-        there = memory.installed(jax.tree.leaves(self.model.params)[0].devices()).device
-        return SHARE * (math.inf if there is None else there)
+        return batch * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
