@@ -11,7 +11,12 @@ from kvjax.models.model import Model, random_model
 
 
 def toy_model(seed: int = 0, **changes) -> Model:
-    """A random decoder small enough for unit tests: grouped heads, three layers, 97 tokens."""
+    """Returns a random decoder small enough for unit tests: grouped heads, three layers, 97 tokens.
+
+    Args:
+      seed: of the weights.
+      **changes: fields of `Config` with other values.
+    """
     sizes = {"vocab_size": 97, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 48}
     return random_model(Config(**{**sizes, **changes}), seed)
 
@@ -19,24 +24,35 @@ def toy_model(seed: int = 0, **changes) -> Model:
 def dense_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """One row in NumPy, float64: q [N T H] at q_pos [T]; k, v [K S H] at positions 0..S-1 -> [N T H].
+    """Computes the attention of one sequence in NumPy, float64, without any trick.
 
-    Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1), query head n on key/value head n // (N / K).
+    Args:
+      q: [N T H], queries.
+      k: [K S H], keys at positions 0..S-1; query head n reads key/value head n // (N / K).
+      v: [K S H], values.
+      q_pos: [T], positions of the queries.
+      window: tokens that a query sees, itself included; None for all before it.
+
+    Returns:
+      [N T H].
+
+    Reference:
+      Scaled dot-product attention, Vaswani et al. 2017, section 3.2.1
     """
     groups = q.shape[0] // k.shape[0]
     pos = np.arange(k.shape[1])
     out = np.empty(q.shape)
     for n in range(q.shape[0]):
         for t, at in enumerate(q_pos):
-            seen = (pos <= at) if window is None else (pos <= at) & (pos > at - window)
-            s = k[n // groups, seen].astype(np.float64) @ q[n, t] / np.sqrt(q.shape[-1])
-            p = np.exp(s - s.max())
-            out[n, t] = (p / p.sum()) @ v[n // groups, seen]
+            visible = (pos <= at) if window is None else (pos <= at) & (pos > at - window)
+            logits = k[n // groups, visible].astype(np.float64) @ q[n, t] / np.sqrt(q.shape[-1])
+            p = np.exp(logits - logits.max())
+            out[n, t] = (p / p.sum()) @ v[n // groups, visible]
     return out
 
 
 def full_copies(program_text: str, shape: tuple[int, ...]) -> list[str]:
-    """Instructions of a compiled program that copy or convert an array of exactly this shape."""
+    """Returns the instructions of a compiled program that copy or convert an array of exactly this shape."""
     dims = re.escape("[" + ",".join(map(str, shape)) + "]")
     copies = re.compile(dims + r"\{[^}]*\} (copy|convert|copy-start|transpose)\(")
     return [line.strip()[:160] for line in program_text.splitlines() if copies.search(line)]

@@ -1,6 +1,6 @@
 """The battery that every trial of every method passes (C1 to C7, and C10), and the register that it runs over.
 
-What `kvjax.testing.conformance` says of any states, it says of these (C4, C7); its other rules are of a whole model.
+What `kvjax.testing.rules` says of any states, it says of these (C4, C7); its other rules are of a whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.errors import IncompatibleMethod
 from kvjax.methods.strings import method_of
 from kvjax.methods.trial import Trial
 from kvjax.models import Config
-from kvjax.testing.conformance import changed_types, wrong_positions
+from kvjax.testing.rules import changed_types, wrong_positions
 from tests.contract import edges, layer
 from tests.contract.table import RECIPES, TRIALS, sizes
 
