@@ -18,7 +18,7 @@ import jax
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
-from kvjax.utils.files import text_of
+from kvjax.utils.files import check_not_input, text_of
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.cache.protocol import KVMethod
@@ -281,13 +281,12 @@ def _explore(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     import kvjax
     from kvjax import calibrate
-    from kvjax.eval.page import safe_write
 
     calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
     if args.text is not None:
-        safe_write.spare(args.text, "--text", args.out)
+        check_not_input(args.text, "--text", args.out)
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
         documents = calibrate.pieces(model, text_of(args.text, "--text"), args.tokens, args.context)

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.eval.page import safe_write, summary
+from kvjax.eval.page import summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.context_reader import ContextReader
@@ -28,6 +28,7 @@ from kvjax.eval.tasks.metrics import METRICS
 from kvjax.methods.strings import Methods, method_of, named
 from kvjax.models.model import Model, load
 from kvjax.testbed import corpus, tasks
+from kvjax.utils.files import write_text
 
 # The exact cache, and three ways to a quarter of its bytes: fewer bits, fewer tokens, and some of both.
 METHODS = (
@@ -260,7 +261,7 @@ def run(out: Path, methods: Methods | None = None, model: str = "testbed", full:
     rates = zip(*decode_in_turns(asked, list(chosen.values())), strict=True)
     rows = [dataclasses.replace(r, tokens_per_second=each) for r, each in zip(rows, rates, strict=True)]
     console.print(table(rows, asked, model, console.width))
-    safe_write.write(out / "demo.json", json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
+    write_text(out / "demo.json", json.dumps([dataclasses.asdict(r) for r in rows], indent=2) + "\n")
     files = f"wrote {out / 'demo.json'}"
     if importlib.util.find_spec("matplotlib") is None:
         files += "; a plot of it needs matplotlib: pip install matplotlib"

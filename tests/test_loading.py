@@ -233,7 +233,7 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     assert "'value_norm:budget=16' is not the method that was recorded under this name" in capsys.readouterr().err
     # A report needs no file: the records say what is known of the method.
     del RECIPES["value_norm"]
-    found = paired_difference.Run(store.read(tmp_path / "run"))
+    found = paired_difference.RecordedRun(store.read(tmp_path / "run"))
     assert found.methods["value_norm:budget=16"].traits.evicts
     assert cli.main(["report", "run"]) == 0
 

@@ -31,7 +31,7 @@ from experiments.papers.eviction_tables import (
     signature_note,
 )
 from kvjax import KvjaxError
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 
 
 def infllm(budget: int) -> str:
@@ -142,7 +142,7 @@ def plot(path: Path, found: Found, every: Sequence[Curve], budgets: Sequence[int
         ax.set_xticks(budgets, list(map(str, budgets)))
         ax.set(xlabel="budget, tokens (logarithmic)", title=NAMES.get(when, when))
     if field == "right":
-        percents(axes[0].yaxis, 100)  # of all panels, which share it
+        set_percent_axis(axes[0].yaxis, 100)  # of all panels, which share it
     axes[0].set_ylabel("right answers, %" if field == "right" else "nats per token")
     return save(fig, axes, path, 6)
 

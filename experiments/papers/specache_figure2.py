@@ -30,7 +30,7 @@ from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import NEG, scores, visible, weights
 from kvjax.core.types import Array
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 from kvjax.eval.tasks.symbols import knows_symbols
 
 PERCENT = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
@@ -168,7 +168,7 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
         axes[0].plot(x, greedy, marker="s", ls="--", color=f"C{i}", label=f"greedy, {name}")
     axes[0].set(xscale="log", xlabel="k, % of the keys (logarithmic)", ylabel="hit rate, %", ylim=(0, 102))
     axes[0].xaxis.set_major_formatter("{x:g}")
-    percents(axes[0].yaxis, 100)
+    set_percent_axis(axes[0].yaxis, 100)
     x = [r["tokens"] for r in moved]
     for name, label in (("all", "move all"), ("run", "a run of rows"), ("scattered", "as many, scattered")):
         axes[1].plot(x, [r[name]["median"] * 1e3 for r in moved], marker="o", label=label)

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluated(args, model, methods, [TASK], spec)
     found, path = cells(records), args.out / "specache_figure4.png"
-    maps = charts.needles(records)[TASK]
+    maps = charts.needle_panels(records)[TASK]
 
     def draw(axes: Any) -> None:
         for ax, panel in zip([axes] if len(maps) == 1 else axes, maps, strict=True):

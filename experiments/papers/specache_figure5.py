@@ -14,7 +14,7 @@ from typing import Any
 import kvjax
 from experiments.bench.common import integers, machine, report, table
 from experiments.papers import common
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
 # Averages over 10 LongBench tasks of Mistral and LLaMA-3 in Table 1, 1 bit, g = 32; there 0 rows go with residual 128.
@@ -54,7 +54,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
         axis.set(xlabel="rows fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(-3, 103)
-    percents(axes[0].yaxis, 100)
+    set_percent_axis(axes[0].yaxis, 100)
     if full["tasks"]:
         axes[0].legend(title="dashed: full")
     else:

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import safe_write
 from kvjax.explore import explorer_page
 from kvjax.explore.exploration import explored
 from kvjax.generation.inputs import token_ids
 from kvjax.methods.strings import named
 from kvjax.models.model import Model, load
-from kvjax.utils.files import text_of
+from kvjax.utils.files import check_not_input, text_of, write_text
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
 MOST = 4096  # tokens of a text: beyond, a page is too large to open
@@ -27,13 +26,13 @@ def run(args: argparse.Namespace) -> None:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.out.is_dir():
         raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
-    safe_write.spare(args.text, "--text", args.out)
+    check_not_input(args.text, "--text", args.out)
     text = _read(args.text)
     model = load(args.model, dtype=args.dtype)
     ids = _ids(model, text, args)
     found = explored(model, ids, list(methods), args.steps, _say)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    size = safe_write.write(args.out, explorer_page.render(found, model.tokenizer, args.text.name)).stat().st_size
+    size = write_text(args.out, explorer_page.render(found, model.tokenizer, args.text.name)).stat().st_size
     counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
     print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
 

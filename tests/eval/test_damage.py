@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import report, safe_write
+from kvjax.eval.page import report
 from kvjax.eval.run import eval_command, store
 from kvjax.eval.tasks import data_files
+from kvjax.utils import files
 from tests.eval import fake_run
 from tests.eval.test_store import RUN, record, write
 
@@ -160,9 +161,9 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path,
 def test_a_page_goes_through_links_and_pipes(tmp_path):
     (tmp_path / "target").write_text("before")
     (tmp_path / "link").symlink_to("target")
-    safe_write.write(tmp_path / "link", "after")
+    files.write_text(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
-    assert safe_write.write(Path(os.devnull), "gone").is_char_device()
+    assert files.write_text(Path(os.devnull), "gone").is_char_device()
 
 
 def test_a_negative_seed_is_refused_before_anything_runs():

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, overload
 from rich.console import Console
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import safe_write, summary
+from kvjax.eval.page import summary
 from kvjax.utils import display
+from kvjax.utils.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,7 +107,7 @@ class Comparison(Sequence[EvalRow]):
         """Returns the rows as a JSON list, and writes it to `path` if there is one."""
         text = json.dumps(self.to_dicts(), indent=2) + "\n"
         if path is not None:
-            safe_write.write(Path(path), text)
+            write_text(Path(path), text)
         return text
 
     def plot(self, path: str | Path | None = None) -> Figure:
@@ -124,11 +125,12 @@ class Comparison(Sequence[EvalRow]):
         from kvjax.eval.page import plots
 
         rows = self.to_dicts()
-        length, look = summary.main_length(rows), plots.styles(summary.ordered(rows, "method"))
-        drawn = tuple(plots.charts.tradeoffs(summary.at_length(rows, length), look))
-        if not drawn:
+        length = summary.main_length(rows)
+        styles = plots.assign_styles(summary.distinct_values(rows, "method"))
+        panels = tuple(plots.charts.tradeoff_panels(summary.at_length(rows, length), styles))
+        if not panels:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
-        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", drawn, length, look))
+        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", panels, length, styles))
         if path is not None:
             figure.savefig(Path(path), dpi=150)
         return figure
