@@ -1,4 +1,4 @@
-"""An answer token by token, as the decode loop takes it: beside each token its own guess, where a method wants one."""
+"""An answer token by token, as in the decode loop: each token with a draft of the next, where a method uses it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvjax.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Steps:
-    """Where an answer is: a value, of which each step makes another one. It has one row."""
+class AnswerState:
+    """The state of an answer to one prompt: a value, and each step returns another one."""
 
     model: Model
     cache: Cache
     last: Array  # f32[1 V], the logits of the last token
-    guess: int | None = None  # what may come after the next token; None before the first step, or where none is wanted
+    draft: int | None = None  # the token after the next one; None before the first step, or where none is used
 
     @classmethod
-    def behind(cls, context: Context) -> Steps:
-        """Before the first token of an answer."""
+    def after_context(cls, context: Context) -> AnswerState:
+        """Returns the state before the first token of an answer."""
         return cls(context.model, context.cache, context.last)
 
     @property
@@ -34,18 +34,19 @@ class Steps:
         """The token that would come next."""
         return int(self.last.argmax())
 
-    def then(self, token: int) -> Steps:
-        """After one more token, which stands for what the method would decode: it is not told beforehand."""
+    def feed(self, token: int) -> AnswerState:
+        """Returns the state after one more token, which stands for the method's own: nothing announces it."""
         if not num_draft_tokens(self.cache.plan):
-            out, cache = self._advanced(self.cache, [token], 1)
-            return dataclasses.replace(self, cache=cache, last=out[:, 0])
-        cache, guess = self.cache, self.guess
-        if guess is None:
-            out, cache = self._advanced(cache, [token], 0)
-            guess = int(out[0, 0].argmax())
-        out, cache = self._advanced(cache, [token, guess], 1)
-        return dataclasses.replace(self, cache=cache, last=out[:, 0], guess=int(out[0, 1].argmax()))
+            logits, cache = self._step(self.cache, [token], 1)
+            return dataclasses.replace(self, cache=cache, last=logits[:, 0])
+        cache, draft = self.cache, self.draft
+        if draft is None:
+            # A step that commits nothing predicts the first draft.
+            logits, cache = self._step(cache, [token], 0)
+            draft = int(logits[0, 0].argmax())
+        logits, cache = self._step(cache, [token, draft], 1)
+        return dataclasses.replace(self, cache=cache, last=logits[:, 0], draft=int(logits[0, 1].argmax()))
 
-    def _advanced(self, cache: Cache, tokens: list[int], commit: int) -> tuple[Array, Cache]:
-        given = place(self.model, np.array([tokens], np.int32), "B T")
-        return step(self.model.params, given, cache, commit, Target(self.model.config, self.model.mesh))
+    def _step(self, cache: Cache, tokens: list[int], num_committed: int) -> tuple[Array, Cache]:
+        ids = place(self.model, np.array([tokens], np.int32), "B T")
+        return step(self.model.params, ids, cache, num_committed, Target(self.model.config, self.model.mesh))

@@ -1,25 +1,24 @@
-"""What `kvjax explore` does."""
+"""The command `kvjax explore`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.explore import explorer_page
-from kvjax.explore.exploration import explored
+from kvjax.explore.exploration import explore
 from kvjax.generation.inputs import token_ids
 from kvjax.methods.strings import named
-from kvjax.models.model import Model, load
+from kvjax.models.model import load
 from kvjax.utils.files import check_not_input, text_of, write_text
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
-MOST = 4096  # tokens of a text: beyond, a page is too large to open
+MOST_TOKENS = 4096  # of a text: beyond, a page is too large to open
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
+    """Writes the page, and prints its size; raises KvjaxError before anything runs if it can."""
     methods = named(METHODS if args.methods is None else args.methods)
     for name in ("steps", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -27,33 +26,25 @@ def run(args: argparse.Namespace) -> None:
     if args.out.is_dir():
         raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
     check_not_input(args.text, "--text", args.out)
-    text = _read(args.text)
-    model = load(args.model, dtype=args.dtype)
-    ids = _ids(model, text, args)
-    found = explored(model, ids, list(methods), args.steps, _say)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    size = write_text(args.out, explorer_page.render(found, model.tokenizer, args.text.name)).stat().st_size
-    counted = f"{len(ids)} tokens, {len(found.answer)} steps, {len(methods)} methods"
-    print(f"wrote {args.out}, {size / 1e6:.1f} MB: {counted}")
-
-
-def _read(file: Path) -> str:
-    text = text_of(file, "--text")
+    text = text_of(args.text, "--text")
     if not text.strip():
-        raise KvjaxError(f"--text {file} has no text; give a file with some")
-    return text
-
-
-def _ids(model: Model, text: str, args: argparse.Namespace) -> list[int]:
+        raise KvjaxError(f"--text {args.text} has no text; give a file with some")
+    model = load(args.model, dtype=args.dtype)
     if args.chat and args.tokens is not None:
         raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
-    messages = [{"role": "user", "content": text}]
-    (ids,) = model.chat_ids(messages) if args.chat else token_ids(model, [text])
+    (ids,) = model.chat_ids([{"role": "user", "content": text}]) if args.chat else token_ids(model, [text])
     ids = ids[: args.tokens]
-    if len(ids) > MOST:
-        raise KvjaxError(f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST}; use --tokens {MOST}")
-    return ids
+    if len(ids) > MOST_TOKENS:
+        raise KvjaxError(
+            f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST_TOKENS}; use --tokens {MOST_TOKENS}"
+        )
 
+    def say(method: str) -> None:
+        print(f"kvjax: reading under {method}", file=sys.stderr)
 
-def _say(method: str) -> None:
-    print(f"kvjax: reading under {method}", file=sys.stderr)
+    exploration = explore(model, ids, list(methods), args.steps, say)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    page = explorer_page.render(exploration, model.tokenizer, args.text.name)
+    num_bytes = write_text(args.out, page).stat().st_size
+    counts = f"{len(ids)} tokens, {len(exploration.answer)} steps, {len(methods)} methods"
+    print(f"wrote {args.out}, {num_bytes / 1e6:.1f} MB: {counts}")

@@ -36,7 +36,7 @@ LEAST_COSINE = 0.2  # mean, of stored rows with the true ones; codes of one bit 
 LOGIT_TOLERANCE = {4: 1e-3, 2: 5e-2}
 """The difference of two programs' logits, as a fraction of the greatest one, by the bytes of the model's numbers."""
 ROUNDED_CODES_FACTOR = 20
-"""The tolerance is so much wider where a number on the edge between two codes may be rounded to the other one."""
+"""The tolerance is wider by this factor where a number between two codes may be rounded to either."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
     (tmp_path / store.RUN).unlink()
     if damage is not None:
         (tmp_path / store.RUN).write_text(damage)
-    with pytest.raises(KvjaxError, match=r"run\.json.*the records beside it are still good.* with --rebuild"):
+    with pytest.raises(KvjaxError, match=r"run\.json.*its records are still good.* with --rebuild"):
         write(tmp_path, record(1))
     assert len(store.read(tmp_path)) == 2
     with store.open_store(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:

