@@ -34,7 +34,7 @@ def measure(again: bool = False) -> None:
     """Adds what is missing to what was measured; every method on the same contexts, beside `full`."""
     found = {} if again else measured()
     missing = [r.example for r in load_all().values() if r.example not in found]
-    asked = demo.exam(load("testbed"), full=True)
+    asked = demo.make_benchmark(load("testbed"), full=True)
     for row in demo.measure(asked, tuple(dict.fromkeys(["full", *missing]))):
         kept = dataclasses.asdict(row)
         del kept["tokens_per_second"]  # what else the machine does changes it: see `measure_speed`
@@ -44,7 +44,7 @@ def measure(again: bool = False) -> None:
 
 def measure_speed() -> None:
     """Adds to each method how many times as fast as `full` it decodes, both in turns."""
-    found, asked = measured(), demo.exam(load("testbed"), full=True)
+    found, asked = measured(), demo.make_benchmark(load("testbed"), full=True)
 
     def rate(method: str) -> float:
         contexts = [case.context for case in asked.questions]

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import FOLDER
 from kvjax.cache.calibration.table_kinds import KINDS, Kind
-from kvjax.calibrate import arrays
+from kvjax.calibrate import count_arrays
 from kvjax.engine.plan import specs
 from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
@@ -51,7 +51,7 @@ def write(name: str) -> None:
     if learned(kind):
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
-        layers = arrays(model, name, corpus.load("train").windows(CONTEXT)[:CONTEXTS], rows=4)
+        layers = count_arrays(model, name, corpus.load("train").windows(CONTEXT)[:CONTEXTS], rows=4)
         read = f"{CONTEXT * CONTEXTS} tokens of the source code it was trained on"
         if kind.documents(model.config.vocab_size, model.config.max_positions) is not None:
             read = "documents of its own"
@@ -77,7 +77,7 @@ def write_real(name: str, model_name: str) -> None:
         print(f"no table of {name} for {model_name}: {e}")
         return
     texts = source_code(REAL_CONTEXTS, 16 * CONTEXT)
-    layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
+    layers = count_arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT] for text in texts])
     read = f"{REAL_CONTEXTS} x {CONTEXT} tokens of the source code of Python's library"
     said = f"kvjax calibrate {name} {model_name}, {read}"
     table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, said)
