@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +204,7 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
     p.add_argument("--dtype", **DTYPE)
-    p.set_defaults(run=_explore)
+    p.set_defaults(run=_lazy_command("kvjax.explore.explore_command", "run"))
 
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
@@ -262,19 +264,12 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
-    p.set_defaults(run=_eval)
+    p.set_defaults(run=_lazy_command("kvjax.eval.run.eval_command", "run"))
 
 
-def _eval(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import eval_command
-
-    eval_command.run(args)
-
-
-def _explore(args: argparse.Namespace) -> None:
-    from kvjax.explore import explore_command
-
-    explore_command.run(args)
+def _lazy_command(module: str, function: str) -> Callable[[argparse.Namespace], Any]:
+    """Returns a command whose module is imported when it runs."""
+    return lambda args: getattr(importlib.import_module(module), function)(args)
 
 
 def _calibrate(args: argparse.Namespace) -> None:

@@ -51,11 +51,6 @@ def _error_level(error: Array, tolerance: float) -> Array:
     return jnp.where(error <= tolerance, 0, jnp.clip(level, 1, LEVELS)).astype(jnp.int32)
 
 
-def level_error(level: int) -> float:
-    """Returns the error of a level, as a fraction of the vector's length."""
-    return 2.0 ** (LEAST_LOG2 + STEP_LOG2 * level) if level else 0.0
-
-
 def codes_of_step(before: tuple, after: tuple, newest: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bytes of the tokens that a step's query finds.
 

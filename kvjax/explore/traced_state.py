@@ -56,6 +56,7 @@ class TracedMethod:
 
     def bind(self, spec: LayerSpec) -> TracedLayer:
         """Binds the method to one layer; raises KvjaxError for a model that it cannot serve."""
+        # The tracer needs no index, and equal layers then share a compiled program.
         return TracedLayer(self.method.bind(spec), spec.without_index, self.capacity)
 
 

@@ -100,6 +100,7 @@ def copying(
     """Copying: a run of `span` different symbols in filler; two consecutive ones of it -> the `answer` after them."""
     run = _symbols(rng, span)
     context, starts = _scatter(rng, length, [run], filler)
+    # Every question leaves room for its answer inside the run.
     asked = rng.choice(span - 1 - answer, questions, replace=False)
     cuts = (_question(run[i : i + 2], run[i + 2 : i + 2 + answer], starts[0] + i, length) for i in asked)
     return Instance("copying", context, tuple(cuts))
@@ -185,7 +186,7 @@ def frequent(
 
     The most frequent comes first; their counts differ from each other and from all others.
     """
-    while True:
+    while True:  # until no tie of counts leaves the answer open
         ranks = rng.zipf(alpha, words)
         counts = np.sort(np.bincount(ranks[ranks <= len(SYMBOLS)], minlength=most + 2))[::-1][: most + 1]
         if (np.diff(counts) < 0).all() and (ranks <= len(SYMBOLS)).all():

@@ -12,20 +12,12 @@ class IndexRead(Exception):
     """A bound layer has used the index of its spec, which is None."""
 
 
-class _NoIndex:
-    """Stands for the missing index, and raises where None would silently be unequal or false."""
-
-    def __eq__(self, other: object) -> bool:
-        raise IndexRead
-
-    def __hash__(self) -> int:
-        raise IndexRead
-
-    def __bool__(self) -> bool:
-        raise IndexRead
+def _raise_index_read(*_: Any) -> Any:
+    raise IndexRead
 
 
-_NO_INDEX: Any = _NoIndex()
+# It stands for the missing index, and raises where None would silently be unequal or false.
+_NO_INDEX: Any = type("_NoIndex", (), dict.fromkeys(("__eq__", "__hash__", "__bool__"), _raise_index_read))()
 
 
 class _GuardedSpec(LayerSpec):

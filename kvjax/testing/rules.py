@@ -294,6 +294,7 @@ def _unlike_rows(run: MethodRun, pos: np.ndarray, stored: Any, true: Any) -> str
     pos = np.broadcast_to(pos, stored.shape[:3])
     wanted = np.take_along_axis(true, np.maximum(pos, 0)[..., None], 2)
     norms = np.linalg.norm(stored, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    # A cosine, since a codec may scale: a row of zeros has no direction, and counts as unlike.
     cosine = (stored * wanted).sum(-1) / np.maximum(norms, 1e-30)
     for row, prompt in enumerate(run.prompts):
         for which, mask in (("", pos[row] >= 0), (" that were decoded", pos[row] >= len(prompt))):

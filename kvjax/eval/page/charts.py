@@ -179,7 +179,7 @@ def _heat_map(task: str, method: str, grid: dict, depths: list[float], lengths: 
                 color = INK if np.isnan(x) else "#ffffff" if x < 0.55 else "#101010"
                 number = "–" if np.isnan(x) else f"{100 * x:.0f}"
                 ax.text(j, i, number, color=color, ha="center", va="center", fontsize=8)
-        every = -(-len(lengths) // 4)
+        every = -(-len(lengths) // 4)  # at most four labels fit below a map
         ax.set_xticks(range(0, len(lengths), every), [f"{n:,}" for n in lengths[::every]])
         ax.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
         ax.invert_yaxis()
@@ -215,6 +215,7 @@ def _draw_points(ax: Axes, rows: Sequence[Row], x: str, measure: str, style: Sty
     at, y = [r[x] for r in rows], [r[measure] for r in rows]
     error = [r[f"{measure}_error"] or 0 for r in rows]
     ax.errorbar(at, y, error, fmt="none", ecolor=style.color, elinewidth=1, alpha=0.6, zorder=2)
+    # Lengths of one method are a series; methods at one length are not.
     if x == "length":
         ax.plot(at, y, color=style.color, linewidth=1, alpha=0.7, zorder=2)
     for i, r in enumerate(rows):

@@ -193,6 +193,7 @@ MOST_TASK_COLUMNS, MOST_COLUMNS_WITH_ERRORS = 7, 3  # so that the table fits 100
 
 def table(rows: Sequence[Row]) -> Table:
     """Makes the table for a terminal of 112 columns: methods x tasks at the main length; many tasks by family."""
+    # A terminal has room for one length; the page and the CSV file have all.
     length = main_length(rows)
     chosen = at_length(rows, length)
     is_by_family = len(distinct_values(chosen, "task")) > MOST_TASK_COLUMNS

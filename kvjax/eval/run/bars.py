@@ -6,15 +6,8 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
 
 from kvjax.utils.display import StatusLine
 
@@ -22,7 +15,7 @@ from kvjax.utils.display import StatusLine
 def bars() -> Progress:
     """Returns bars on stderr with the time left: of everything, and of the present method and task."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = TimeRemainingColumn(compact=True)
+    left = TimeLeftColumn(compact=True)
     return Progress(*columns, left, console=Console(stderr=True), speed_estimate_period=600)
 
 

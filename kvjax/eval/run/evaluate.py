@@ -81,6 +81,7 @@ def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
     batches = []
     for group in groups.values():
         group = sorted(group, key=lambda c: len(c.context))
+        # Equal batches waste fewer rows than full ones and a small rest.
         batch_size = -(-len(group) // -(-len(group) // size))
         max_new_tokens = max((a.new_tokens for c in group for a in c.asks), default=0)
         for start in range(0, len(group), batch_size):
@@ -125,6 +126,7 @@ def evaluate(
     fingerprints, hashes = check_cases(cases, store), check_unchanged(parsed, store)
     steps = [*make_batches(cases, batch), *(SpeedTest(length, batch, seed) for length in speed)]
     names = list(parsed)
+    # All methods of a group take a batch before the next one starts: its exact keys and values are still in memory.
     groups = [names[start : start + GROUP_METHODS] for start in range(0, len(names), GROUP_METHODS)]
     work = [(s, m) for group in groups for s in steps for m in group if not s.is_recorded(store, m)]
     reader = ContextReader(model)
@@ -164,6 +166,7 @@ def _name_failures(name: str, task: str) -> Iterator[None]:
 def check_method_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]) -> None:
     """Raises KvjaxError, naming the method, if it cannot run on this model with contexts of such lengths."""
     try:
+        # A method's limits concern the shortest or the longest context.
         for n in {min(lengths, default=1), max(lengths, default=1)}:
             planned_bytes(method, model.config, n, dtype=model.dtype)
     except KvjaxError as e:
@@ -219,6 +222,7 @@ def fingerprint(case: Case) -> str:
     arrays = [case.context, *(a.prompt for a in case.asks), *([] if case.follows is None else [case.follows])]
     total = hashlib.sha256()
     for x in arrays:
+        # Without the lengths, arrays cut at other places would have the same digest.
         total.update(f"{len(x)} ".encode() + np.asarray(x, np.int32).tobytes())
     rest = [[a.metric, a.references, a.new_tokens, a.stop, a.options] for a in case.asks]
     total.update(json.dumps([rest, case.turns, case.bytes]).encode())

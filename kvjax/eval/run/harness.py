@@ -63,6 +63,7 @@ def ask_question_aware(
         sizes.append(context.bytes)
         out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
         replies.append(_answers(reader.model, out, asks))
+    # The prompts differ by their questions alone, so the first ones' bytes stand for all.
     return replies, sizes[0]
 
 
@@ -110,6 +111,7 @@ def score_continuations(
     texts = [c.follows for c in cases if c.follows is not None]
     longest = max(map(len, texts))
     context = _read(reader, method, [c.context for c in cases], padded_width(longest))
+    # The last token is predicted and never fed.
     logp, likeliest = zip(*context.score(texts, width=padded_width(max(longest - 1, 1))), strict=True)
     return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
 
@@ -123,6 +125,7 @@ def measure_speed(
       Seconds of the prefill, decoded tokens per second, both medians of SPEED_RUNS runs, and the bytes of the cache.
     """
     ids = np.random.default_rng([seed, length]).integers(0, model.config.vocab_size, (batch, length))
+    # No end token: all methods decode equally many tokens.
     options = {"max_new_tokens": SPEED_TOKENS, "eos_ids": (), "loop": "while"}
     runs = [generate(model, ids, method, **options) for _ in range(SPEED_RUNS)]
     prefill, decode = ([getattr(r, name) for r in runs] for name in ("prefill_seconds", "tokens_per_second"))

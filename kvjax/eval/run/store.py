@@ -142,6 +142,7 @@ def read_run(directory: str | Path) -> dict[str, Any]:
 def _parse_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """(records, bytes up to the end of the last whole line)."""
     data = path.read_bytes() if path.is_file() else b""
+    # A line without its end was torn by a kill.
     num_good_bytes, records = data.rfind(b"\n") + 1, []
     for number, line in enumerate(data[:num_good_bytes].splitlines(), 1):
         if not line.strip():

@@ -165,7 +165,10 @@ def similarity(text: str, reference: str) -> float:
 
 
 def _gsm8k(text: str, reference: str, pattern: str, index: int) -> float:
-    """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns."""
+    """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns.
+
+    The reference is the whole answer, or its number.
+    """
     matches = re.findall(pattern, text)
     said = matches[index] if matches else "[invalid]"
     if isinstance(said, tuple):
@@ -173,16 +176,6 @@ def _gsm8k(text: str, reference: str, pattern: str, index: int) -> float:
     for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
         said, reference = re.sub(ignored, "", said.strip()), re.sub(ignored, "", reference)
     return float(said.lower() == reference.lower())
-
-
-def gsm8k_strict(text: str, reference: str) -> float:
-    """Whether the first number after "#### " is the reference's; the reference is the whole answer or its number."""
-    return _gsm8k(text, reference, r"#### (\-?[0-9\.\,]+)", 0)
-
-
-def gsm8k_flexible(text: str, reference: str) -> float:
-    """Whether the last number of the text is the reference's."""
-    return _gsm8k(text, reference, r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1)
 
 
 @functools.cache
@@ -209,8 +202,9 @@ METRICS: dict[str, Metric] = {
     "count": best_reference(count),
     "edit_similarity": best_reference(edit_similarity),
     "similarity": best_reference(similarity),
-    "gsm8k_strict": best_reference(gsm8k_strict),
-    "gsm8k_flexible": best_reference(gsm8k_flexible),
+    # The first number after "#### "; and the last number of the text.
+    "gsm8k_strict": best_reference(functools.partial(_gsm8k, pattern=r"#### (\-?[0-9\.\,]+)", index=0)),
+    "gsm8k_flexible": best_reference(functools.partial(_gsm8k, pattern=r"(-?[$0-9.,]{2,})|(-?[0-9]+)", index=-1)),
     "rouge_xsum_1": rouge_score("rouge1"),
     "rouge_xsum_2": rouge_score("rouge2"),
     "rouge_xsum_l": rouge_score("rougeL"),

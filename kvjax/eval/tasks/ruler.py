@@ -19,19 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.eval.tasks.chat_format import chat_format
-from kvjax.eval.tasks.haystack import (
-    STRING_KINDS,
-    DistinctStrings,
-    Essay,
-    drop_repetitions,
-    fit_haystack,
-    insert_needles,
-    letters,
-    syllable_words,
-)
+from kvjax.eval.tasks.haystack import STRING_KINDS, DistinctStrings, Essay, letters
 from kvjax.models.model import Model
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -95,7 +86,7 @@ class Niah:
             order = rng.permutation(num_keys * self.values)
             needles = [NEEDLE.format(kind=self.value, key=names[j // self.values], value=table.flat[j]) for j in order]
             if essay:
-                text, starts = insert_needles(essay.words(units), needles, depths)
+                text, starts = haystack.insert_needles(essay.words(units), needles, depths)
                 text = text.rstrip()
             else:
                 text, starts = _scatter_lines(needles, units if self.haystack == "noise" else 0, rng)
@@ -160,7 +151,7 @@ class VariableTracking:
         """See `InstanceKind`; a unit is a line of noise. The example has five; RULER's has up to 500 tokens."""
         names = DistinctStrings(letters(rng, string.ascii_uppercase, 5)).first(self.hops + 1)
         short = DistinctStrings(letters(rng, string.ascii_uppercase, 3)).first(self.hops + 1)
-        value, other = DistinctStrings(drop_repetitions(lambda: str(rng.integers(10000, 99999)))).first(2)
+        value, other = DistinctStrings(haystack.drop_repetitions(lambda: str(rng.integers(10000, 99999)))).first(2)
         example, solved = self._chain(short, other, 5, np.random.default_rng(rng.integers(2**32)))
         example = f"{example}{solved.text}{solved.opening} {' '.join(short)}\n\n"
         seed = int(rng.integers(2**32))
@@ -195,7 +186,7 @@ class CommonWords:
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
         """See `InstanceKind`; a unit is a different word."""
-        words = DistinctStrings(syllable_words(rng))
+        words = DistinctStrings(haystack.syllable_words(rng))
         if length < SHORT_CONTEXT_TOKENS:
             (example_size, example_often, example_seldom), (often, seldom) = (20, 3, 1), (6, 1)
         else:
@@ -262,6 +253,7 @@ class RulerTask:
         for length, i in itertools.product(spec.lengths, range(spec.contexts)):
             rng = symbols.instance_generator(spec, self.stream or task, length, i)
             build, low = self.kind.draft(rng, spec, length)
+            # The questions stay the same for every size of the haystack that is tried.
             encode_question = functools.cache(chat.encode_question)
 
             def encode(
@@ -277,7 +269,7 @@ class RulerTask:
                 context, prompts, _ = encode(n)
                 return len(context) + max(map(len, prompts))
 
-            context, prompts, questions = encode(fit_haystack(task, cost, length, low))
+            context, prompts, questions = encode(haystack.fit_haystack(task, cost, length, low))
             asks = []
             for turn, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
                 about = {} if question.depth is None else {"depth": question.depth}

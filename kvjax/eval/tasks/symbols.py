@@ -36,6 +36,7 @@ def instance_generator(spec: Spec, *names: str | int) -> np.random.Generator:
     Its seed has four words of 32 bits, the last of them not zero; training seeds have fewer, so that no instance of an
     evaluation was trained on.
     """
+    # A hash of the names, not a running count: a case is the same whichever other cases a run asks for.
     digest = hashlib.sha256("/".join(map(str, (spec.seed, *names))).encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16]) | 1 << 127)
 
@@ -104,6 +105,7 @@ def make_instance(task: str, make: Callable[[int], Instance], length: int) -> In
         return make(length)
     except ValueError as e:
         low, high = length, 2 * length + 1
+        # Double until it fits, then bisect: the error names a length that works.
         while not _fits(make, high):
             low, high = high, 2 * high
             if high > 2**24:

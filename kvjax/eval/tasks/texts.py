@@ -52,6 +52,7 @@ def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
     num_windows = len(tokens) // total
     if not num_windows:
         raise _too_few_tokens(spec, len(tokens), length, num_predicted)
+    # Even distances over the whole text, and no two windows overlap.
     starts = np.linspace(0, num_windows - 1, min(spec.contexts, num_windows)).astype(int) * total
     windows = [tokens[start : start + total].astype(np.int32) for start in starts]
     # Markers between files are tokens, but no bytes of the text.
@@ -89,6 +90,7 @@ def make_completion(task: str, metric: str, stop: tuple[str, ...]) -> Callable[[
         lines = tuple(symbols.read_source(spec).splitlines(keepends=True))
         for length in spec.lengths:
             for i in range(spec.contexts):
+                # Both tasks share this stream, so that both metrics score the same instances.
                 rng = symbols.instance_generator(spec, "completion", length, i)
                 candidates = _code_lines(lines)
                 if not len(candidates):
