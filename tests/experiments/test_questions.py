@@ -21,7 +21,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testing import toy_model
 from tests.eval.fake_packages import made, put, said
-from tests.eval.test_frame import CHATML, chatting
+from tests.eval.test_chat_format import CHATML, chatting
 from tests.eval.test_ruler import BYTES, PIECES
 
 ARGS = argparse.Namespace(length=700, contexts=2, seed=3, text=Path("essays"))
