@@ -27,7 +27,7 @@ from typing import Any
 from experiments.bench.measuring import log_progress
 from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
-from kvjax.eval.run.command import words
+from kvjax.eval.tasks.suite import split_words
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
 RESULTS, README = ROOT / "experiments" / "results", ROOT / "experiments" / "README.md"
@@ -123,7 +123,7 @@ def select_entries(only: str | None, entries: Sequence[Entry] = ENTRIES) -> list
     """All entries, or the ones that `only` names, in their own order."""
     if only is None:
         return list(entries)
-    names = words(only)
+    names = split_words(only)
     unknown = [n for n in names if n not in {e.name for e in entries}]
     if unknown or not names:
         raise KvjaxError(f"--only names no script {unknown or only!r}; use {', '.join(e.name for e in entries)}")

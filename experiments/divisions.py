@@ -51,7 +51,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import replay
 from kvjax.eval.run import harness
-from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
+from kvjax.eval.run.equal_bytes import DTYPE, fit_methods, parse_shares
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
@@ -87,7 +87,7 @@ def make_settings(model: Model, args: argparse.Namespace) -> list[Setting]:
         return (not groups or group in groups) and args.only in text and not any(x in text for x in without)
 
     found = []
-    for share in shares_of(args.shares):
+    for share in parse_shares(args.shares):
         for division in document["division"] if not groups or "scorers" in groups else ():
             # Bytes depend on the division alone, so one fit serves all scorers.
             first = _fit(add_division(document["scorer"][0], division), share, model, length)
@@ -97,7 +97,7 @@ def make_settings(model: Model, args: argparse.Namespace) -> list[Setting]:
                 if division["name"] not in scorer.get("not", ()) and is_selected("scorers", method):
                     found.append(Setting("scorers", scorer["name"], division["name"], str(share), method, True))
     for more in document["more"]:
-        for share in shares_of(more.get("shares", args.shares)):
+        for share in parse_shares(more.get("shares", args.shares)):
             for text in (text for text in more["methods"] if is_selected(more["name"], text)):
                 method = _fit(text, share, model, length)
                 if method:
@@ -119,7 +119,7 @@ def add_component(method: str, component: str) -> str:
 
 
 def _fit(text: str, share: Any, model: Model, length: int) -> str:
-    (found,) = fitted([text], [share], model.config, length)
+    (found,) = fit_methods([text], [share], model.config, length)
     return found.method
 
 
@@ -167,7 +167,7 @@ def _join(model: Model, asks: Sequence[Sequence[Any]], first_in_prompt: bool) ->
         for i, ask in enumerate(own):
             counts = i > 0 or not first_in_prompt
             prompt = list(map(int, ask.prompt)) if counts else []
-            answer = list(map(int, harness.reference(model, ask)))
+            answer = list(map(int, harness.reference_ids(model, ask)))
             if counts:
                 spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
             text += prompt + answer

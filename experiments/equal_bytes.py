@@ -30,12 +30,12 @@ from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.command import words
-from kvjax.eval.run.equal_bytes import DTYPE, Fitted, fitted, shares_of
+from kvjax.eval.run.equal_bytes import DTYPE, FittedMethod, fit_methods, parse_shares
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.suite import split_words
 from kvjax.generation.memory_plan import planned_bytes
 
 FAMILIES = Path(__file__).with_suffix(".toml")
@@ -61,7 +61,7 @@ class Point:
 def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
     """Fits all methods to all shares, or to the shares of their family."""
 
-    def to_point(family: str, settings: str, fit: Fitted) -> Point:
+    def to_point(family: str, settings: str, fit: FittedMethod) -> Point:
         if not fit.method:
             return Point(family, settings, str(fit.share), "", 0, 0)
         planned = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
@@ -69,9 +69,9 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
 
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
-        own = shares_of(family["shares"]) if "shares" in family else shares
+        own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
-            each = fitted([s.strip() for s in settings.split(";")], own, model.config, length)
+            each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
                 found.append(to_point(family["name"], settings, largest))
@@ -84,7 +84,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
     for seed in args.seeds:
         log_progress(f"{family}, seed {seed}: {len(methods)} methods")
         cases, description = make_cases(model, methods, seed, args)
-        with store.opened(_folder(args.out, family, seed), description) as records:
+        with store.open_store(_folder(args.out, family, seed), description) as records:
             options = {"batch": args.batch, "seed": seed}
             remaining = [method for method in methods if method not in wrong]
             try:
@@ -108,7 +108,7 @@ def make_cases(
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # per depth
     cases = [case for t in tasks for case in suite.cases(model, [t], needles if t in NEEDLES else spec)]
     about = {"seed": seed, "batch": args.batch, "seen": False}
-    return cases, store.describe(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
+    return cases, store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
 
 
 def _folder(out: Path, family: str, seed: int) -> Path:
@@ -194,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")
     p.add_argument("--settings", type=Path, default=FAMILIES, help="the compared methods (default: equal_bytes.toml)")
-    p.add_argument("--families", type=words, help="only these families, and no sum")
+    p.add_argument("--families", type=split_words, help="only these families, and no sum")
     p.add_argument("--sum", action="store_true", help="run nothing")
     p.add_argument("--keep", action="store_true", help="keep the scores of --results for methods without records")
-    p.add_argument("--tasks", type=words, default=list(TASKS))
+    p.add_argument("--tasks", type=split_words, default=list(TASKS))
     p.add_argument("--length", type=int, default=2048, help="tokens of a context")
     p.add_argument("--contexts", type=int, default=8, help="per task and seed; of needles, at all depths together")
     p.add_argument("--questions", type=int, default=4, help="per context, where a task has several")
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
     args = p.parse_args(argv)
     model = kvjax.load(args.model)
-    every = fit_points(model, shares_of(args.shares), args.length, args.settings)
+    every = fit_points(model, parse_shares(args.shares), args.length, args.settings)
     families = by_family(every)
     unknown = [name for name in args.families or () if name not in families]
     if unknown:

@@ -33,7 +33,7 @@ from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
-from kvjax.eval.run.equal_bytes import shares_of
+from kvjax.eval.run.equal_bytes import parse_shares
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.model_parser(__doc__)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="following tokens")
-    parser.add_argument("--budgets", type=shares_of, default="1/32,1/16,1/8,1/4,1/2", help="fractions of the tokens")
+    parser.add_argument("--budgets", type=parse_shares, default="1/32,1/16,1/8,1/4,1/2", help="fractions of the tokens")
     parser.add_argument("--join", type=int, default=5, help="number of layers with joined signatures")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

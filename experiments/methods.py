@@ -34,7 +34,7 @@ def measure(remeasure: bool = False) -> None:
     """Measures the methods without stored results, or all, on the same contexts as `full`."""
     found = {} if remeasure else read_results()
     missing = [r.example for r in load_all().values() if r.example not in found]
-    exam = demo.exam(load("testbed"), full=True)
+    exam = demo.make_benchmark(load("testbed"), full=True)
     for row in demo.measure(exam, tuple(dict.fromkeys(["full", *missing]))):
         result = dataclasses.asdict(row)
         del result["tokens_per_second"]  # other work on the machine disturbs it; `measure_speed` takes turns
@@ -44,7 +44,7 @@ def measure(remeasure: bool = False) -> None:
 
 def measure_speed() -> None:
     """Measures the decode speed of each method over that of `full`, both in turns."""
-    found, exam = read_results(), demo.exam(load("testbed"), full=True)
+    found, exam = read_results(), demo.make_benchmark(load("testbed"), full=True)
 
     def rate(method: str) -> float:
         contexts = [case.context for case in exam.questions]

@@ -1,4 +1,4 @@
-"""Tables calibrated on a text: a model reads it once, and each layer counts what a kind of table is made of."""
+"""Tables calibrated on a text: a model reads it once, and each layer counts the statistics of a kind of table."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ from kvjax.utils import arguments
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """A method whose state of a layer is what a kind of table counts of the prompts; it is never decoded with."""
+    """A method whose layer state is a kind of table's statistics of the prompts; it never decodes."""
 
     kind: TableKind
     traits = Traits()
 
     def bind(self, spec: LayerSpec) -> CountingLayer:
+        """Binds the method to one layer, with its index only if the kind needs it."""
         return CountingLayer(self.kind, spec if self.kind.needs_layer_index else spec.without_index)
 
 
 @dataclasses.dataclass(frozen=True)
 class CountingLayer:
-    """It bound to one layer."""
+    """A `Counting` bound to one layer."""
 
     kind: TableKind
     spec: LayerSpec
 
     @property
     def needs(self) -> Needs:
-        """What the kind looks at."""
+        """The observations that the kind reads."""
         return Needs(
             observed_queries=self.kind.num_queries,
             output_projection=self.kind.needs_output,
@@ -61,47 +62,55 @@ class CountingLayer:
         )
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        """None: no token is held."""
+        """Returns 0: no token is stored."""
         return 0
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
-        """The statistics of the prompts, one set for each row."""
+        """Returns the statistics of the prompts, one set for each."""
         return self.kind.count(block.clean(), observation, self.spec)
 
 
-def kind_of(text: str) -> TableKind:
-    """A kind of table from its name, as in "bases", with its parameters where it has some: "joint_bases:heads=2".
+def parse_kind(text: str) -> TableKind:
+    """Parses a kind of table: its name, as in "bases", with its parameters if it has any: "joint_bases:heads=2".
 
-    Raises KvjaxError for what there is not, with what there is.
+    Raises:
+      KvjaxError: there is no such kind or parameter; the message lists them.
     """
     load_all()  # the files of methods register the kinds that these need
-    name, _, given = text.partition(":")
+    name, _, parameters = text.partition(":")
     if name not in TABLE_KINDS:
         raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(TABLE_KINDS))}")
     kind = TABLE_KINDS[name]
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-    # A method has commas of its own, so it takes all that follows.
-    head, method, rest = given.partition("method=")
-    pairs = [pair.partition("=") for pair in (head if "method" in known else given).split(",") if pair]
+    # A method has commas itself, so it takes the rest of the text.
+    head, method, rest = parameters.partition("method=")
+    pairs = [pair.partition("=") for pair in (head if "method" in known else parameters).split(",") if pair]
     if "method" in known and method:
         pairs.append(("method", "=", rest))
     for key, _, value in pairs:
         is_text = key in known and isinstance(getattr(kind, key), str)
         if key not in known or not value or not (is_text or (value.isdecimal() and len(value) <= 10)):
-            is_what = {k: "NAME" if isinstance(getattr(kind, k), str) else "NUMBER" for k in sorted(known)}
-            has = " and ".join(f"{k}={what}" for k, what in is_what.items()) or "no parameters"
+            forms = {k: "NAME" if isinstance(getattr(kind, k), str) else "NUMBER" for k in sorted(known)}
+            has = " and ".join(f"{k}={form}" for k, form in forms.items()) or "no parameters"
             raise KvjaxError(f"{text!r:.80} is no kind of table: {name} has {has}")
     values = {key: type(getattr(kind, key))(value) for key, _, value in pairs}
     return cast(TableKind, dataclasses.replace(cast(Any, kind), **values)) if pairs else kind
 
 
-def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
-    """The arrays of each layer, by name, from documents (texts or lists of ids), read so many at a time.
+def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
+    """Counts a table's arrays.
 
-    A kind that brings documents of its own needs none, and does not look at these.
+    Args:
+      model: reads the documents.
+      kind: as in `parse_kind`.
+      documents: texts or lists of ids; a kind that brings its own documents needs none, and ignores these.
+      rows: documents at a time.
+
+    Returns:
+      For each layer its arrays by name.
     """
     arguments.integer("rows", rows)
-    counting = Counting(kind_of(kind))
+    counting = Counting(parse_kind(kind))
     own = counting.kind.documents(model.config.vocab_size, model.config.max_positions)
     documents = documents if own is None else own
     if documents is None:
@@ -110,20 +119,21 @@ def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) ->
     total: Any = None
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]
-        layers = _counted(model, counting, batch)
+        layers = _count_batch(model, counting, batch)
         for row in range(len(batch)):
-            counted = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), layers)
-            total = counted if total is None else jax.tree.map(counting.kind.join, total, counted)
-    made = [counting.kind.arrays(counted, spec) for counted, spec in zip(total, specs(model.config), strict=True)]
-    return [dict(layer) for layer in made]
+            # float64: sums over a whole text would lose digits in float32.
+            statistics = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), layers)
+            total = statistics if total is None else jax.tree.map(counting.kind.join, total, statistics)
+    layer_specs = specs(model.config)
+    return [dict(counting.kind.arrays(statistics, spec)) for statistics, spec in zip(total, layer_specs, strict=True)]
 
 
-def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    """The statistics of documents, per layer, with one set for each of them."""
+def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """The statistics of documents per layer, with one set for each document."""
     kind = counting.kind
     if not kind.measuring_method:
         return prefill(model, ids, cast(KVMethod, counting), capacity=max(map(len, ids)))[1].layers
-    # Whatever division the method has of its own, its scores are ranked over the model here.
+    # The method's scores are ranked over the whole model here, whatever budgets it gives to layers and heads itself.
     ranking = dataclasses.replace(cast(Method, method_of(kind.measuring_method)), **level_components("model", page=16))
     try:
         plan = bind(ranking, model.config)
@@ -136,8 +146,8 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
     lengths = place(model, lengths, "B")
     _, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh))
-    every = _count_layers(measures, lengths, kind=kind, layer=plan[0])
-    return tuple(jax.tree.map(lambda x, i=i: x[i], every) for i in range(len(plan)))
+    statistics = _count_layers(measures, lengths, kind=kind, layer=plan[0])
+    return tuple(jax.tree.map(lambda x, i=i: x[i], statistics) for i in range(len(plan)))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "layer"))
@@ -148,15 +158,28 @@ def _count_layers(measures: Any, lengths: Array, kind: TableKind, layer: MethodL
 def calibrate(
     model: Model, kind: str, out: str | Path, documents: Prompts | None, rows: int = 1, source: str = ""
 ) -> Path:
-    """Writes a table of this kind for the model, counted on the documents; source: what the file says of its origin."""
+    """Counts a table and writes it; returns the path.
+
+    Args:
+      model: the model that the table is for.
+      kind: as in `parse_kind`.
+      out: the file, in a folder that exists.
+      documents: texts or lists of ids, as in `count_arrays`.
+      rows: documents at a time.
+      source: the origin of the table, as its file records it.
+    """
     if not Path(out).parent.is_dir():
         raise KvjaxError(f"there is no folder {Path(out).parent} to write {Path(out).name} into; make it first")
-    layers, name = arrays(model, kind, documents, rows), kind.partition(":")[0]
+    layers, name = count_arrays(model, kind, documents, rows), kind.partition(":")[0]
     return table_file.write(out, name, specs(model.config)[0], layers, source or f"kvjax calibrate {kind} {model.name}")
 
 
-def pieces(model: Model, text: str, tokens: int, context: int) -> Sequence[Sequence[int]]:
-    """The first `tokens` tokens of a text, in documents of `context` tokens; raises KvjaxError for too short a text."""
+def split_documents(model: Model, text: str, tokens: int, context: int) -> Sequence[Sequence[int]]:
+    """Splits the first `tokens` tokens of a text into documents of `context` tokens.
+
+    Raises:
+      KvjaxError: the text is too short, or the model has fewer positions than a document.
+    """
     arguments.integer("context", context)
     if tokens < context:
         raise KvjaxError(f"tokens must be at least one context of {context} tokens, got {tokens}; raise tokens")

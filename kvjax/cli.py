@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,14 @@ import jax
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
-from kvjax.utils.files import read_text_file
+from kvjax.utils.files import check_not_input, read_text_file
 
-if TYPE_CHECKING:  # what a command needs is imported when it runs
+if TYPE_CHECKING:  # a command imports its modules when it runs, so that `kvjax --help` answers at once
     from kvjax.cache.protocol import KVMethod
     from kvjax.generation.inputs import Prompts
     from kvjax.generation.result import Result
     from kvjax.models.model import Model
 
-
-PLATFORMS = "unset it, or set it to cpu, or install JAX for that device"
 DTYPE: Any = {
     "type": arguments.dtype_name,
     "choices": arguments.DTYPES,
@@ -37,29 +37,32 @@ MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; an input that cannot be used ends with one line on stderr and status 2."""
+    """Runs a command and returns its exit status; an unusable input prints one line on stderr, with status 2."""
     _open_outputs()
-    # Arguments are UTF-8 too; a byte that is not stays what Python makes of it, and the tokenizer names it.
-    given = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]] if argv is None else argv
-    args = _parser().parse_args(given)
+    if argv is None:
+        # Arguments are UTF-8 too; other bytes stay as Python reads them, and the tokenizer names them.
+        argv = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]]
+    args = _parser().parse_args(argv)
     use_compilation_cache()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            # One line, without the place in the code that gave the warning.
+            warnings.showwarning = lambda message, *_, **__: print(f"kvjax: {message}", file=sys.stderr)
             _load_methods(args)
             status = args.run(args) or 0
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough, as in `kvjax generate .. | head`
+    except BrokenPipeError:  # the reader has enough, as in `kvjax generate .. | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
         return 141
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
-    except (AssertionError, RuntimeError):  # what JAX raises where it has no device
-        if _devices():
+    except (AssertionError, RuntimeError):  # JAX raises them if it has no device
+        if _has_device():
             raise
-        wanted = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
-        print(f"kvjax: {wanted}: JAX finds no such device; {PLATFORMS}", file=sys.stderr)
+        setting = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
+        remedy = "unset it, or set it to cpu, or install JAX for that device"
+        print(f"kvjax: {setting}: JAX finds no such device; {remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nkvjax: stopped", file=sys.stderr)
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load_methods(args: argparse.Namespace) -> None:
-    """Loads what --load names, and says so where the command then uses none of it."""
+    """Loads the methods of --load, and prints a hint if the command uses none of them."""
     if not getattr(args, "load", None):
         return
     from kvjax.methods.loading import load_methods
@@ -81,7 +84,7 @@ def _load_methods(args: argparse.Namespace) -> None:
 
 
 def _open_outputs() -> None:
-    """Makes both outputs UTF-8, whatever the locale; one that was closed takes all and keeps nothing."""
+    """Makes both outputs UTF-8, whatever the locale; a closed one becomes the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
@@ -89,8 +92,8 @@ def _open_outputs() -> None:
             output.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def _devices() -> bool:
-    """Whether JAX has any, on the platforms that it was told to use."""
+def _has_device() -> bool:
+    """Whether JAX has a device on the platforms of its configuration."""
     try:
         return bool(jax.devices())
     except (AssertionError, RuntimeError):
@@ -98,15 +101,9 @@ def _devices() -> bool:
 
 
 def _integer(word: str) -> int:
-    """A whole number among the arguments."""
     if not re.fullmatch(r"[+-]?\d{1,18}", word):  # more digits fit in no integer that arrays have
         raise argparse.ArgumentTypeError(f"{word!r:.60} is no whole number of at most 18 digits")
     return int(word)
-
-
-def _warn(message: Warning | str, *where: Any) -> None:
-    """A warning in one line, without the place in the code that gave it."""
-    print(f"kvjax: {message}", file=sys.stderr)
 
 
 class _Version(argparse.Action):
@@ -117,6 +114,13 @@ class _Version(argparse.Action):
 
         print(f"kvjax {kvjax.__version__}")
         parser.exit()
+
+
+class _RenamedOption(argparse.Action):
+    """Ends with the new name of an option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} is now called {self.const}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,10 +201,10 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text to read and continue")
     p.add_argument("--out", type=Path, default=Path("out/explore.html"), help="the page (default: %(default)s)")
     p.add_argument("--steps", type=_integer, default=32, help="most tokens of the answer (default: %(default)s)")
-    p.add_argument("--tokens", type=_integer, help="only so many first tokens of the text")
+    p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
     p.add_argument("--dtype", **DTYPE)
-    p.set_defaults(run=_explore)
+    p.set_defaults(run=_lazy_command("kvjax.explore.explore_command", "run"))
 
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
@@ -228,13 +232,17 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     p.add_argument("--out", type=Path, default=Path("out/eval"), help="where it writes, and goes on from")
     p.add_argument("--contexts", type=_integer, default=8, help="cases per task and length (default: %(default)s)")
     p.add_argument(
-        "--questions", type=_integer, default=4, help="per context, where a task has several (default: %(default)s)"
+        "--questions",
+        type=_integer,
+        default=4,
+        help="per context, where a task has several (default: %(default)s)",
     )
     p.add_argument("--depths", type=_integer, default=5, help="places of a needle (default: %(default)s)")
     p.add_argument("--batch", type=_integer, default=8, help="contexts at a time (default: %(default)s)")
     p.add_argument("--seed", type=_integer, default=0)
     p.add_argument(
-        "--budget-bytes", help="shares such as 1/2,1/4: each method's size is chosen to take so much of full's bytes"
+        "--budget-bytes",
+        help="fractions of full's bytes, such as 1/2,1/4: each method's size is chosen to take them",
     )
     p.add_argument(
         "--text",
@@ -248,48 +256,43 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="ask questions through the model's chat template (default: where it has one)",
     )
-    p.add_argument("--seen", action="store_true", help="each question ends the prompt, so that methods see it")
+    p.add_argument(
+        "--question-aware", action="store_true", help="each question ends the prompt, so that methods see it"
+    )
+    p.add_argument("--seen", action=_RenamedOption, const="--question-aware", nargs=0, help=argparse.SUPPRESS)
     p.add_argument(
         "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
-    p.set_defaults(run=_eval)
+    p.set_defaults(run=_lazy_command("kvjax.eval.run.eval_command", "run"))
 
 
-def _eval(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import command
-
-    command.run(args)
-
-
-def _explore(args: argparse.Namespace) -> None:
-    from kvjax.explore import command
-
-    command.run(args)
+def _lazy_command(module: str, function: str) -> Callable[[argparse.Namespace], Any]:
+    """Returns a command whose module is imported when it runs."""
+    return lambda args: getattr(importlib.import_module(module), function)(args)
 
 
 def _calibrate(args: argparse.Namespace) -> None:
     import kvjax
     from kvjax import calibrate
-    from kvjax.eval.page import safe_write
 
-    calibrate.kind_of(args.kind)  # an unknown one is told before a model is loaded
+    calibrate.parse_kind(args.kind)  # an unknown kind is reported before a model is loaded
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
     if args.text is not None:
-        safe_write.spare(args.text, "--text", args.out)
+        check_not_input(args.text, "--text", args.out)
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
-        documents = calibrate.pieces(model, read_text_file(args.text, "--text"), args.tokens, args.context)
+        documents = calibrate.split_documents(model, read_text_file(args.text, "--text"), args.tokens, args.context)
         read = f"{args.tokens} tokens of {args.text}"
     out = calibrate.calibrate(model, args.kind, args.out, documents, args.batch)
     print(f"{out}: {args.kind} of {args.model}, from {read}")
 
 
 def _report(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import command
+    from kvjax.eval.run import eval_command
 
-    command.render(args.dir)
+    eval_command.render(args.dir)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -305,25 +308,26 @@ def _generate(args: argparse.Namespace) -> None:
     method = kvjax.parse(args.method)
     if args.system is not None and not args.chat:
         raise KvjaxError("--system is the system message of a chat; add --chat, or leave it out")
-    prompts = args.prompt or [_read(name) for name in args.prompt_file]
+    prompts = args.prompt or [_read_prompt(name) for name in args.prompt_file]
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
-        prompts = model.chat_ids([_conversation(p, args.system) for p in prompts])
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts])
     names = ("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.json:
         out = kvjax.generate(model, prompts, method, **options)
         print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
-    out = _show(model, prompts, method, options)
+    out = _print_texts(model, prompts, method, options)
     checks.warn_of_no_saving(method, out.bytes)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
     print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
 
 
-def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:
-    """Prints each text and how it ended: of one prompt as it comes, of several when all are done."""
+def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:
+    """Generates, and prints each text with its finish reason: a single text as it grows, several when all are done."""
     from rich.console import Console
 
     from kvjax.generation.generate import start
@@ -341,18 +345,13 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
     return out
 
 
-def _read(name: str) -> str:
-    """A file's text, or what stdin holds for "-"; UTF-8 whatever the locale."""
+def _read_prompt(name: str) -> str:
+    """Reads a file's text, or standard input for "-"; UTF-8 whatever the locale."""
     if name != "-":
         return read_text_file(Path(name), "--prompt-file")
     if sys.stdin is None:
         raise KvjaxError("--prompt-file - reads standard input, which is closed; give it a text, or name a file")
     return sys.stdin.buffer.read().decode("utf-8")
-
-
-def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": prompt}]
 
 
 def _models(args: argparse.Namespace) -> None:
@@ -365,11 +364,11 @@ def _models(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Prints the rules that a method keeps, or the first that it breaks: then the status is 1."""
+    """Prints the rules that a method keeps; or the first that it breaks, with status 1."""
     import kvjax
     from kvjax import testing
 
-    kvjax.parse(args.method)  # a slip is said before a model is loaded
+    kvjax.parse(args.method)  # a misspelled method is reported before a model is loaded
     model = testing.toy_model() if args.model == "toy" else kvjax.load(args.model)
     try:
         print(testing.check_method(args.method, model, length=args.length, seed=args.seed))

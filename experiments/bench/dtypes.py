@@ -22,8 +22,8 @@ from experiments.bench.decoders import (
     missing_packages,
     time_decode_steps,
 )
-from kvjax.eval.run.command import words
 from kvjax.eval.run.machine import machine
+from kvjax.eval.tasks.suite import split_words
 
 Side = tuple[str, str]
 """("kvjax" or "transformers", dtype)."""
@@ -78,7 +78,7 @@ def rows(batch: int, cell: Mapping[Side, Mapping[str, float]]) -> list[list[Any]
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="what kvjax.load opens")
-    parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", type=split_words, default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--batches", type=measuring.parse_integers, default=[1, 4])
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")

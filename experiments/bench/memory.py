@@ -21,8 +21,8 @@ import kvjax
 from experiments.bench import measuring
 from experiments.bench.process import peak_bytes, run_in_process
 from experiments.bench.shapes import SHAPES
-from kvjax.eval.run.command import words
 from kvjax.eval.run.machine import machine
+from kvjax.eval.tasks.suite import split_words
 from kvjax.models import checkpoint
 
 NEW_TOKENS = 16
@@ -59,8 +59,10 @@ COLUMNS += tuple(f"beyond, {stage}" for stage in STAGES)
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--models", type=words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes")
-    parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--models", type=split_words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes"
+    )
+    parser.add_argument("--dtypes", type=split_words, default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
     args = parser.parse_args(argv)
     before, lines, results = machine(), [], []

@@ -15,8 +15,8 @@ from experiments.bench.measuring import log_progress, make_parser
 from experiments.papers import questions
 from kvjax import Context, KvjaxError, Method, Model
 from kvjax.cli import use_compilation_cache
-from kvjax.eval.run.command import words
-from kvjax.eval.tasks import packaged
+from kvjax.eval.tasks import data_files
+from kvjax.eval.tasks.suite import split_words
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.generation.reuse.full_kv import full_kv_from_context
 from kvjax.models.tokenizer import FILE
@@ -44,7 +44,7 @@ def model_parser(doc: str) -> argparse.ArgumentParser:
 
 def add_quality_options(p: argparse.ArgumentParser, group: bool = True) -> argparse.ArgumentParser:
     """Adds the options of `measure`, and --group."""
-    p.add_argument("--tasks", type=words, default=["variables"], help=tasks_help(tasks.TASKS))
+    p.add_argument("--tasks", type=split_words, default=["variables"], help=tasks_help(tasks.TASKS))
     p.add_argument("--contexts", type=int, default=32, help="per task; variables and copying ask 4 questions each")
     p.add_argument("--windows", type=int, default=8, help="windows of text, of --length and --tokens together")
     p.add_argument("--tokens", type=int, default=128, help="tokens of each window that are decoded, not prefilled")
@@ -92,7 +92,7 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
             held_out = corpus.load("held_out").tokens
             text = held_out[held_out < 256].astype(np.uint8).tobytes().decode(errors="replace")
         else:
-            text = packaged.read(args.text)
+            text = data_files.read_text(args.text)
         ids = np.array(model.tokenizer.encode(text, special_tokens=False))
         opening = model.tokenizer.encode("")
     body = length - len(opening)

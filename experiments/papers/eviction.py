@@ -57,7 +57,7 @@ TASKS: dict[str, Callable[..., tasks.Instance]] = {"phrases": phrases, **tasks.T
 def eviction_parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
     """The parser of the eviction scripts: `common.model_parser`, the sizes of `measure`, and other `defaults`."""
     p = common.model_parser(doc)
-    p.add_argument("--tasks", type=common.words, help=common.tasks_help(TASKS))
+    p.add_argument("--tasks", type=common.split_words, help=common.tasks_help(TASKS))
     p.add_argument("--contexts", type=int, default=24, help="per task")
     p.add_argument("--batch", type=int, default=24, help="contexts at a time")
     p.add_argument("--windows", type=int, default=16, help="windows of text")

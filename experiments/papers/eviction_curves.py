@@ -30,7 +30,7 @@ from experiments.papers.eviction_tables import (
     signature_note,
 )
 from kvjax import KvjaxError
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 
 
 def infllm(budget: int) -> str:
@@ -140,7 +140,7 @@ def plot(path: Path, found: Measurements, every: Sequence[Curve], budgets: Seque
         ax.set_xticks(budgets, list(map(str, budgets)))
         ax.set(xlabel="budget, tokens (logarithmic)", title=NAMES.get(when, when))
     if field == "right":
-        percents(axes[0].yaxis, 100)  # the panels share this axis
+        set_percent_axis(axes[0].yaxis, 100)  # the panels share this axis
     axes[0].set_ylabel("right answers, %" if field == "right" else "nats per token")
     return save_panels(fig, axes, path, 6)
 
@@ -148,7 +148,9 @@ def plot(path: Path, found: Measurements, every: Sequence[Curve], budgets: Seque
 def main(argv: Sequence[str] | None = None) -> None:
     parser = eviction_parser(__doc__, tasks=["phrases"], contexts=16)
     parser.add_argument("--budgets", type=parse_integers, default="64,128,256,512")
-    parser.add_argument("--methods", type=common.words, default=",".join(METHODS), help="from: " + ", ".join(METHODS))
+    parser.add_argument(
+        "--methods", type=common.split_words, default=",".join(METHODS), help="from: " + ", ".join(METHODS)
+    )
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

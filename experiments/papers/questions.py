@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Collection, Sequence
 
 from kvjax import KvjaxError, Model
-from kvjax.eval.run.harness import reference
+from kvjax.eval.run.harness import reference_ids
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.chat_format import framed
+from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
 
@@ -40,12 +40,12 @@ def select_tasks(model: Model, names: Sequence[str], known: Collection[str] = tu
 def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Instance]:
     """Makes `args.contexts` instances of one of TASKS in `args.text`, at most `args.length` tokens with a question."""
     spec = Spec((args.length,), args.contexts, QUESTIONS, seed=args.seed, text=args.text)
-    frame = framed(model, spec)
-    first, later = (frame.question("What", turn=turn) for turn in (0, 1))
+    frame = chat_format(model, spec)
+    first, later = (frame.encode_question("What", is_first=is_first) for is_first in (True, False))
     between = later[: len(later) - len(first)]  # the template's tokens between an answer and the next question
 
     def to_instance(case: Case) -> tasks.Instance:
-        found = (tasks.Question(ask.prompt, reference(model, ask), ask.about["depth"]) for ask in case.asks)
+        found = (tasks.Question(ask.prompt, reference_ids(model, ask), ask.about["depth"]) for ask in case.asks)
         return tasks.Instance(case.task, case.context, tuple(found), between)
 
     return [to_instance(case) for case in suite.cases(model, [task], spec)]

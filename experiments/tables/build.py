@@ -15,12 +15,11 @@ import numpy as np
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import SHIPPED_TABLES
-from kvjax.cache.calibration.table_kinds import TABLE_KINDS
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind
 from kvjax.cache.protocol import LayerSpec
-from kvjax.calibrate import arrays
+from kvjax.calibrate import count_arrays
 from kvjax.core.rope import Rope
 from kvjax.engine.plan import specs
-from kvjax.eval.tasks.ruler import Kind
 from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
@@ -45,10 +44,10 @@ def write_kind(name: str) -> None:
         table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], source)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
-    if type(kind).count is Kind.count and not kind.measuring_method:  # comes from training, not from a text
+    if type(kind).count is TableKind.count and not kind.measuring_method:  # comes from training, not from a text
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
-        layers = arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
+        layers = count_arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
         text = f"{CONTEXT_TOKENS * NUM_CONTEXTS} tokens of the source code it was trained on"
         if kind.documents(model.config.vocab_size, model.config.max_positions) is not None:
             text = "documents of its own"
@@ -75,7 +74,7 @@ def write_real(name: str, model_name: str) -> None:
         print(f"no table of {name} for {model_name}: {e}")
         return
     texts = source_code(NUM_REAL_CONTEXTS, 16 * CONTEXT_TOKENS)
-    layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
+    layers = count_arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
     read = f"{NUM_REAL_CONTEXTS} x {CONTEXT_TOKENS} tokens of the source code of Python's library"
     source = f"kvjax calibrate {name} {model_name}, {read}"
     table_file.write(SHIPPED_TABLES / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, source)

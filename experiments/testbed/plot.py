@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from experiments.testbed.batches import KINDS  # noqa: E402
-from kvjax.eval.page.charts import percents  # noqa: E402
+from kvjax.eval.page.charts import set_percent_axis  # noqa: E402
 
 
 def read_log(path: Path) -> list[dict]:
@@ -48,6 +48,6 @@ def draw_curve(log: Path, image: Path) -> None:
     axes[2].set_yticks(lengths, [f"{n:,}" for n in lengths])
     axes[2].minorticks_off()
     if axes[1].lines:
-        percents(axes[1].yaxis, 100)
+        set_percent_axis(axes[1].yaxis, 100)
     figure.savefig(image, dpi=120)
     plt.close(figure)

@@ -5,7 +5,7 @@
 takes every option of `lm_eval`. It splits model_args at commas, so inside a method write "/" for ",", as in
 method=kcache:n=64/device_layers=1, or give JSON: --model_args '{"model": "DIR", "method": "kivi:bits=2,residual=64"}'.
 A method of your own comes from a file or module: load=my_method.py,method=my_method:budget=64.
-A prompt is prefilled and compressed as the method does, a continuation is decoded token by token.
+A prompt is prefilled and compressed by the method; a continuation is decoded token by token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress import track
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.local import encode
+from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up
@@ -35,7 +35,7 @@ try:
 except ImportError as e:
     raise KvjaxError('the adapter needs lm-evaluation-harness: pip install "kvjax[lm-eval]"') from e
 
-MOST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing, first wins
+MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first wins
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -43,11 +43,19 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 class KvjaxLM(TemplateLM):
     """A model directory (or "testbed", or a `Model`) under one method, a value or its string.
 
-    max_length: most tokens of a prompt and what follows it (default: the model's positions); longer prompts lose their
-    beginning, as in lm_eval's own models. prefix_token_id: stands before texts without a prompt (default: the model's
-    beginning-of-sequence id, else its first end-of-sequence id). dtype: as in `kvjax.load`. seed: of sampling. load:
-    files or modules with methods of your own.
-    max_batch_size and device are lm_eval's and change nothing: JAX chooses the device (JAX_PLATFORMS).
+    Args:
+      model: as in `kvjax.load`.
+      method: a value, or its string with "/" for ",".
+      batch_size: prompts at a time.
+      max_length: most tokens of a prompt and its continuation (default: the model's positions); longer prompts lose
+        their beginning, as in lm_eval's own models.
+      max_gen_toks: most tokens of a generated text, where a task does not say.
+      prefix_token_id: opens texts without a prompt (default: the model's beginning-of-sequence id, else its first
+        end-of-sequence id).
+      dtype: as in `kvjax.load`.
+      seed: of sampling.
+      max_batch_size, device: lm_eval's, and change nothing: JAX chooses the device (JAX_PLATFORMS).
+      load: files or modules with methods of your own.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class KvjaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm_eval's caches of requests."""
+        """The name of the tokenizer in lm_eval's caches of requests."""
         return self.model.name
 
     @property
@@ -93,42 +101,42 @@ class KvjaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a prompt; raises KvjaxError where the model has nothing of the kind."""
-        for found in (self._prefix, self.model.config.bos_id, self.eot_token_id):
-            if found is not None:
-                return int(found)
+        """The id that opens a text without a prompt; raises KvjaxError if the model has none."""
+        for token in (self._prefix, self.model.config.bos_id, self.eot_token_id):
+            if token is not None:
+                return int(token)
         raise KvjaxError("the model has no id that begins or ends a text; pass prefix_token_id=ID in model_args")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids; without a flag with the special tokens that the tokenizer puts first, unless the text spells them."""
+        """Encodes a text; by default with the tokenizer's first special tokens, unless the text spells them."""
         plain = self.model.text_tokenizer().encode(string, special_tokens=False)
         if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
             return plain
-        return encode(self.model, string).ids.tolist()
+        return encode_prompt(self.model, string).ids.tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The model's template, which lm_eval notes with its results; it has one, so that no other can be named."""
+        """Returns the model's template, which lm_eval records with its results; there is one, so none can be named."""
         if isinstance(chat_template, str):
             raise KvjaxError(f"the model has one chat template, none is called {chat_template!r}; leave the name out")
         return "" if self.model.chat_template is None else self.model.chat_template.source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the model's chat template writes it.
+        """Writes a conversation by the model's chat template.
 
-        Without add_generation_prompt the last message is the beginning of the answer, with which the model goes on.
+        Without add_generation_prompt the last message is the beginning of the answer, which the model continues.
         """
         if add_generation_prompt:
             return self.model.chat_texts(chat_history)[0]
-        *asked, begun = chat_history
-        return self.model.chat_texts(asked)[0] + begun["content"]
+        *history, answer = chat_history
+        return self.model.chat_texts(history)[0] + answer["content"]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Natural log of whole texts in windows of max_length, cut as by lm_eval; what is not scored is the prompt."""
+        """Scores whole texts (natural log) in windows of max_length, as lm_eval; unscored tokens are the prompt."""
         prefix, pairs, owner = self.prefix_token_id, [], []
         for i, (text,) in enumerate(r.args for r in requests):
             windows = get_rolling_token_windows(self.tok_encode(text, False), prefix, self.max_length, 1)
-            found = [make_disjoint_window(w) for w in windows]
-            pairs, owner = pairs + found, owner + [i] * len(found)
+            disjoint = [make_disjoint_window(w) for w in windows]
+            pairs, owner = pairs + disjoint, owner + [i] * len(disjoint)
         out = [0.0] * len(requests)
         for i, (logp, _) in zip(owner, self._scores(pairs, disable_tqdm), strict=True):
             out[i] += logp
@@ -137,7 +145,7 @@ class KvjaxLM(TemplateLM):
         return out
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], disable_tqdm: bool = False, **_: Any) -> list:
-        """(natural log of the continuation, whether greedy decoding makes it) for ((texts), prompt ids, its ids)."""
+        """Returns (natural log, whether greedy decoding makes it) of the continuation of each (texts, prompt, ids)."""
         out = self._scores([(prompt, continuation) for _, prompt, continuation in requests], disable_tqdm)
         for (texts, _, _), answer in zip(requests, out, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -145,79 +153,73 @@ class KvjaxLM(TemplateLM):
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
         out: list = [(0.0, True)] * len(pairs)  # of a continuation without tokens
-        pairs = [(self._shortened(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
-        todo = [i for i, (_, rest) in enumerate(pairs) if rest]
-        sizes = {i: (len(pairs[i][0]), len(pairs[i][1])) for i in todo}
-        for rows in self._batches(sizes, "loglikelihood", quiet):
-            for i, answer in zip(rows, self._score(*zip(*(pairs[i] for i in rows), strict=True)), strict=True):
-                out[i] = answer
+        pairs = [(self._keep_end(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
+        sizes = {i: (len(prompt), len(rest)) for i, (prompt, rest) in enumerate(pairs) if rest}
+        for indices in self._batches(sizes, "loglikelihood", quiet):
+            prompts, rests = zip(*(pairs[i] for i in indices), strict=True)
+            # Similar continuations share one compiled program.
+            width = round_up(max(map(len, rests)) - 1, 16)
+            context = read(self.model, prompts, self.method, room=width + 1)
+            for i, rest, (logp, likeliest) in zip(indices, rests, context.score(rests, width=width), strict=True):
+                out[i] = float(logp.sum(dtype=float)), likeliest.tolist() == list(rest)
         return out
 
-    def _score(self, prompts: Sequence[list[int]], rests: Sequence[list[int]]) -> list[tuple[float, bool]]:
-        width = round_up(max(map(len, rests)) - 1, 16)  # so that similar continuations share one compiled program
-        context = read(self.model, prompts, self.method, room=width + 1)
-        found = zip(context.score(rests, width=width), rests, strict=True)
-        return [(float(logp.sum(dtype=float)), likeliest.tolist() == list(rest)) for (logp, likeliest), rest in found]
-
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that end before the first of their stop strings, an end-of-sequence id, or max_gen_toks tokens."""
+        """Generates texts up to their first stop string, an end-of-sequence id, or max_gen_toks tokens."""
         out, groups = [""] * len(requests), {}
         for i, r in enumerate(requests):
             groups.setdefault(json.dumps(r.args[1], sort_keys=True), []).append(i)
         for group in groups.values():
-            until, most, sampling = self._kwargs(requests[group[0]].args[1])
-            prompts = {i: self._shortened(self._prompt(requests[i].args[0]), most) for i in group}
+            until, most, sampling = self._parse_options(requests[group[0]].args[1])
+            encoded = {i: self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group}
+            prompts = {i: self._keep_end(prompt, most) for i, prompt in encoded.items()}
             sizes = {i: (len(prompt), 0) for i, prompt in prompts.items()}
             batches = self._batches(sizes, "generate_until", disable_tqdm)
-            for number, rows in enumerate(batches):
-                texts = self._generate([prompts[i] for i in rows], until, most, sampling | {"seed": self.seed + number})
-                for i, text in zip(rows, texts, strict=True):
+            for number, indices in enumerate(batches):
+                options = {"max_new_tokens": most, "stop": until, **sampling, "seed": self.seed + number}
+                result = generate(self.model, [prompts[i] for i in indices], self.method, **options)
+                for i, text in zip(indices, result.text, strict=True):
                     out[i] = text
         for r, text in zip(requests, out, strict=True):
             self.cache_hook.add_partial("generate_until", r.args, text)
         return out
 
-    def _prompt(self, text: str) -> list[int]:
-        return self.tok_encode(text) or [self.prefix_token_id]
-
-    def _kwargs(self, given: dict) -> tuple[list[str], int, dict[str, Any]]:
+    def _parse_options(self, options: dict) -> tuple[list[str], int, dict[str, Any]]:
         """(stop strings, most tokens, sampling) of a request's generation arguments."""
-        unknown = next((k for k in given if k not in ("until", "do_sample", *MOST, *SAMPLING)), None)
-        if unknown:
-            known = ", ".join(("until", "do_sample", *MOST, *SAMPLING))
-            raise KvjaxError(f"generation argument {unknown!r} is not supported; supported: {known}")
-        until = given.get("until") or []
-        most = next((int(given[k]) for k in MOST if given.get(k) is not None), self.max_gen_toks)
-        sampling = {"temperature": 1.0 if given.get("do_sample") else 0.0} | {
-            k: given[k] for k in SAMPLING if k in given
-        }
-        if given.get("do_sample") is False or not sampling["temperature"]:
-            sampling = {}  # greedy, whatever else is given
-        return [s for s in ([until] if isinstance(until, str) else until) if s], most, sampling
+        known = ("until", "do_sample", *MAX_TOKENS_NAMES, *SAMPLING)
+        if unknown := next((name for name in options if name not in known), None):
+            raise KvjaxError(f"generation argument {unknown!r} is not supported; supported: {', '.join(known)}")
+        until = options.get("until") or []
+        limits = (int(options[name]) for name in MAX_TOKENS_NAMES if options.get(name) is not None)
+        sampling = {"temperature": 1.0 if options.get("do_sample") else 0.0}
+        sampling |= {name: options[name] for name in SAMPLING if name in options}
+        if options.get("do_sample") is False or not sampling["temperature"]:
+            sampling = {}  # greedy, whatever the other options are
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        return stops, next(limits, self.max_gen_toks), sampling
 
-    def _generate(self, prompts: list[list[int]], until: list[str], most: int, sampling: dict) -> list[str]:
-        out = generate(self.model, prompts, self.method, max_new_tokens=most, stop=until, **sampling)
-        return out.text
-
-    def _shortened(self, prompt: list[int], follows: int) -> list[int]:
-        """The prompt's end, so that `follows` more tokens fit into max_length; raises if not even one does."""
-        left = self.max_length - follows
+    def _keep_end(self, prompt: list[int], num_following: int) -> list[int]:
+        """The prompt's end, so that more tokens fit into max_length; raises KvjaxError if not even one token does."""
+        left = self.max_length - num_following
         if left < 1:
-            raise KvjaxError(f"{follows} tokens after a prompt leave no room in max_length={self.max_length}; raise it")
+            raise KvjaxError(
+                f"{num_following} tokens after a prompt leave no room in max_length={self.max_length}; raise it"
+            )
         if len(prompt) > left:
             logging.getLogger(__name__).warning("a prompt of %d tokens is cut to its last %d", len(prompt), left)
         return prompt[-left:]
 
     def _batches(self, sizes: dict[int, tuple[int, int]], name: str, quiet: bool) -> Iterator[list[int]]:
-        """Rows of similar size together, the longest first; a last batch repeats a row, so that all share programs."""
-        rows = sorted(sizes, key=sizes.__getitem__, reverse=True)
-        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        for chunk in track(chunks, f"{name} ({name_of(self.method)})", disable=quiet, transient=True):
-            yield chunk + chunk[-1:] * (self.batch_size - len(chunk))
+        """Indices of similar size together, the longest first."""
+        indices = sorted(sizes, key=sizes.__getitem__, reverse=True)
+        batches = [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
+        for batch in track(batches, f"{name} ({name_of(self.method)})", disable=quiet, transient=True):
+            # The last batch repeats an index, so that all share programs.
+            yield batch + batch[-1:] * (self.batch_size - len(batch))
 
 
 def main() -> None:
-    """lm_eval's own command line, with the model kvjax known to it."""
+    """Runs lm_eval's own command line, with the model kvjax registered."""
     from lm_eval.__main__ import cli_evaluate
 
     from kvjax.core.compile_cache import use_compilation_cache

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt stand for others: noted while a method's own slots choose and fold them."""
+"""A recorder of the tokens that stand for others: it listens while a method's components choose and fold tokens."""
 
 from __future__ import annotations
 
@@ -16,77 +16,70 @@ from kvjax.core.types import Array, KVBlock, pytree
 
 
 @pytree
-class Notes:
-    """Of the token at each position: whether it was chosen to stand for others, and whether others were folded in."""
+class TokenRoles:
+    """The role of the token at each position."""
 
-    represents: Array  # bool[B K C]
-    merged: Array  # bool[B K C]
+    represents: Array  # bool[B K C], it was chosen to stand for others
+    merged: Array  # bool[B K C], others were folded into it
 
 
-class Noting:
-    """What the slots `representatives` and `merge` of one layer do, listened to within one trace."""
+class Recorder:
+    """Records the calls of one layer's components `representatives` and `merge` within one trace."""
 
     def __init__(self) -> None:
-        self.represented: list[tuple[Array, int, int]] = []  # units i32[B n], the tokens before the first, those of one
-        self.folded: list[tuple[Array, Array]] = []  # positions i32[B 1|K n], whether something was folded in
+        self.chosen_units: list[tuple[Array, int, int]] = []  # units i32[B n], tokens before the first unit, unit size
+        self.merged_slots: list[tuple[Array, Array]] = []  # positions i32[B 1|K n], whether tokens were folded in
 
-    def notes(self, rows: int, heads: int, capacity: int) -> Notes:
-        """What was heard, by position."""
-        represents = merged = jnp.zeros((rows, heads, capacity), bool)
-        for units, first, size in self.represented:
+    def token_roles(self, batch: int, heads: int, capacity: int) -> TokenRoles:
+        """Returns the recorded roles by position."""
+        represents = merged = jnp.zeros((batch, heads, capacity), bool)
+        for units, first, size in self.chosen_units:
             slot = first + units[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
-            slot = jnp.where(units[:, :, None] >= 0, slot, -1).reshape(rows, 1, -1)
+            slot = jnp.where(units[:, :, None] >= 0, slot, -1).reshape(batch, 1, -1)
             represents = represents.at[scatter_index(slot, represents.shape)].set(True, mode="drop")
-        for pos, changed in self.folded:
+        for pos, changed in self.merged_slots:
             merged = merged.at[scatter_index(pos, merged.shape)].max(changed, mode="drop")
-        return Notes(represents, merged)
+        return TokenRoles(represents, merged)
 
 
-class _Heard:
-    """A slot that is listened to; what is asked of it beside its one call is as it has it."""
+class _RecordingProxy:
+    """A component whose one call is recorded; every other attribute is the component's own."""
 
-    def __init__(self, slot: Any, noting: Noting):
-        self.slot, self.noting = slot, noting
+    def __init__(self, component: Any, recorder: Recorder):
+        self.component, self.recorder = component, recorder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.slot, name)
+        return getattr(self.component, name)
 
 
-class _Represent(_Heard):
-    """The slot `representatives`."""
-
-    def __init__(self, slot: Any, noting: Noting, sinks: int):
-        super().__init__(slot, noting)
+class _RecordedRepresentatives(_RecordingProxy):
+    def __init__(self, component: Any, recorder: Recorder, sinks: int):
+        super().__init__(component, recorder)
         self.sinks = sinks
-        self.share = slot.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
+        self.share = component.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
-    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
-        found = self.slot.choose(units, count, places)
-        self.noting.represented.append((found, self.sinks, units.scores.shape[4]))
-        return found
+    def choose(self, units: EvictableUnits, count: Array, scatter_index: int) -> Array:
+        chosen = self.component.choose(units, count, scatter_index)
+        self.recorder.chosen_units.append((chosen, self.sinks, units.scores.shape[4]))
+        return chosen
 
 
-class _Merge(_Heard):
-    """The slot `merge`."""
-
+class _RecordedMerge(_RecordingProxy):
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
-        folded = self.slot(block, kept, choice, spec)
-        changed = (folded.k != kept.k).any(3) | (folded.v != kept.v).any(3)
-        self.noting.folded.append((folded.pos, changed if folded.bias is None else changed | (folded.bias > 0)))
-        return folded
+        merged = self.component(block, kept, choice, spec)
+        changed = (merged.k != kept.k).any(3) | (merged.v != kept.v).any(3)
+        self.recorder.merged_slots.append((merged.pos, changed if merged.bias is None else changed | (merged.bias > 0)))
+        return merged
 
 
-def noted(layer: BoundLayer) -> tuple[BoundLayer, Noting]:
-    """A layer whose slots `representatives` and `merge` are listened to, where it has any, and what they say."""
-    noting = Noting()
-    if not isinstance(layer, MethodLayer):
-        return layer, noting
+def record_roles(layer: BoundLayer) -> tuple[BoundLayer, Recorder]:
+    """Returns the layer with its components `representatives` and `merge` recorded, where it has any."""
+    recorder = Recorder()
+    if not isinstance(layer, MethodLayer) or (layer.method.representatives is None and layer.method.merge is None):
+        return layer, recorder
     method, representatives = layer.method, None
-    if method.representatives is None and method.merge is None:
-        return layer, noting
     if method.representatives is not None and method.select is not None:
-        representatives = _Represent(method.representatives, noting, method.select.sinks)
-    merge = None if method.merge is None else _Merge(method.merge, noting)
-    return dataclasses.replace(
-        layer, method=dataclasses.replace(method, representatives=representatives, merge=merge)
-    ), noting
+        representatives = _RecordedRepresentatives(method.representatives, recorder, method.select.sinks)
+    merge = None if method.merge is None else _RecordedMerge(method.merge, recorder)
+    method = dataclasses.replace(method, representatives=representatives, merge=merge)
+    return dataclasses.replace(layer, method=method), recorder

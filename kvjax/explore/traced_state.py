@@ -1,4 +1,4 @@
-"""A method under observation: it works as ever, and its state also holds what the decoder brought."""
+"""A traced method: it works unchanged, and its state also holds the exact keys, values and queries."""
 
 from __future__ import annotations
 
@@ -22,89 +22,90 @@ from kvjax.cache.protocol import (
 from kvjax.cache.token_status import scatter_index
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.explore.recorder import Notes, noted
+from kvjax.explore.recorder import TokenRoles, record_roles
 
 
 @pytree
-class Watch:
-    """The state of a watched layer: its own, and what came."""
+class TracedState:
+    """The state of a traced layer: the method's own, and everything that the decoder brought."""
 
-    own: Any
-    k: Array  # [B K C H], the key that came for each position, after RoPE
+    inner: Any
+    k: Array  # [B K C H], the key of each position, after RoPE
     v: Array  # [B K C H]
-    q: Array  # [B K G 1 H], of the last token that was kept
-    notes: Notes
+    q: Array  # [B K G 1 H], of the last committed token
+    roles: TokenRoles
 
     @property
-    def came(self) -> KVBlock:
-        """All tokens so far, each at its position; what lies behind the last one means nothing."""
-        at = jnp.arange(self.k.shape[2], dtype=jnp.int32)
-        return KVBlock(self.k, self.v, jnp.broadcast_to(at, (self.k.shape[0], 1, at.shape[0])))
+    def exact(self) -> KVBlock:
+        """All tokens so far, each at its position; the content behind the last one means nothing."""
+        pos = jnp.arange(self.k.shape[2], dtype=jnp.int32)
+        return KVBlock(self.k, self.v, jnp.broadcast_to(pos, (self.k.shape[0], 1, pos.shape[0])))
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
-    """A method under observation, for rows of up to `capacity` tokens."""
+class TracedMethod:
+    """A method under observation, for sequences of up to `capacity` tokens."""
 
     method: KVMethod
     capacity: int
 
     @property
     def traits(self) -> Traits:
-        """Those of the method."""
+        """Traits of the method itself."""
         return self.method.traits
 
-    def bind(self, spec: LayerSpec) -> WatchedLayer:
-        """The method in one layer; raises KvjaxError for a model that it cannot serve."""
-        return WatchedLayer(self.method.bind(spec), spec.without_index, self.capacity)
+    def bind(self, spec: LayerSpec) -> TracedLayer:
+        """Binds the method to one layer; raises KvjaxError for a model that it cannot serve."""
+        # The tracer needs no index, and equal layers then share a compiled program.
+        return TracedLayer(self.method.bind(spec), spec.without_index, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchedLayer:
-    """A layer under observation. It hands everything on, and keeps a copy of the keys, the values and a query."""
+class TracedLayer:
+    """A layer under observation: it delegates every call, and copies keys, values and the last query."""
 
-    own: BoundLayer
+    inner: BoundLayer
     spec: LayerSpec
     capacity: int
 
     @property
     def needs(self) -> Needs:
-        """Those of the layer itself."""
-        return self.own.needs
+        """Needs of the layer itself."""
+        return self.inner.needs
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        """Those of the layer itself."""
-        return self.own.num_slots(prompt_tokens, headroom_tokens)
+        """Slots of the layer itself."""
+        return self.inner.num_slots(prompt_tokens, headroom_tokens)
 
-    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Watch:
-        """The state after a prompt; what the method folds together, and chooses to stand for others, is noted."""
+    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> TracedState:
+        """Returns the state after a prompt, with the tokens that the method merges or chooses to represent others."""
         B, K, T, H = block.k.shape
-        layer, noting = noted(self.own)
-        state = layer.prefill(block, observation, num_slots)
-        later = [(0, 0), (0, 0), (0, self.capacity - T), (0, 0)]
+        layer, recorder = record_roles(self.inner)
+        inner = layer.prefill(block, observation, num_slots)
+        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, self.capacity - T), (0, 0)]) for x in (block.k, block.v))
         q = jnp.zeros((B, K, self.spec.num_groups, 1, H), block.k.dtype)
-        return Watch(state, jnp.pad(block.k, later), jnp.pad(block.v, later), q, noting.notes(B, K, self.capacity))
+        return TracedState(inner, k, v, q, recorder.token_roles(B, K, self.capacity))
 
-    def extend(self, state: Watch, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
-        """`BoundLayer.extend`."""
-        out, own, cross_layer = self.own.extend(state.own, q, new, commit, cross_layer)
-        state = dataclasses.replace(state, own=own)
+    def extend(self, state: TracedState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+        """See `BoundLayer.extend`."""
+        out, inner, cross_layer = self.inner.extend(state.inner, q, new, commit, cross_layer)
+        state = dataclasses.replace(state, inner=inner)
         if not commit:
             return StepResult(out, state, cross_layer)
-        kept = new.first(commit)
-        at = scatter_index(kept.pos, state.k.shape)
-        k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
+        committed = new.first(commit)
+        at = scatter_index(committed.pos, state.k.shape)
+        k, v = (x.at[at].set(y, mode="drop") for x, y in ((state.k, committed.k), (state.v, committed.v)))
         state = dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit])
         return StepResult(out, state, cross_layer)
 
-    def positions(self, state: Watch) -> Array:
-        """Those of the layer itself."""
-        return self.own.positions(state.own)
+    def positions(self, state: TracedState) -> Array:
+        """Positions of the layer itself."""
+        return self.inner.positions(state.inner)
 
     @property
     def _budgeted(self) -> BudgetedLayer:
-        assert isinstance(self.own, BudgetedLayer)
-        return self.own
+        assert isinstance(self.inner, BudgetedLayer)
+        return self.inner
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Array:
         """See `BudgetedLayer`."""
@@ -118,9 +119,9 @@ class WatchedLayer:
         """See `BudgetedLayer`."""
         return self._budgeted.num_kept_slots(tokens)
 
-    def with_kept_slots(self, slots: int) -> WatchedLayer:
+    def with_kept_slots(self, slots: int) -> TracedLayer:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, own=self._budgeted.with_kept_slots(slots))
+        return dataclasses.replace(self, inner=self._budgeted.with_kept_slots(slots))
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """See `BudgetedLayer`."""
@@ -130,21 +131,11 @@ class WatchedLayer:
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
     ) -> Array:
         """See `ReplayedLayer`."""
-        assert isinstance(self.own, ReplayedLayer)
-        return self.own.update_scores(block, start, observation, new, before)
+        assert isinstance(self.inner, ReplayedLayer)
+        return self.inner.update_scores(block, start, observation, new, before)
 
 
-def own_cache(cache: Cache) -> Cache:
-    """The cache of the method itself, without what the watching keeps beside it."""
-    plan = tuple(layer.own for layer in watched_layers(cache))
-    return dataclasses.replace(cache, layers=own_states(cache.layers), plan=plan)
-
-
-def watched_layers(cache: Cache) -> tuple[WatchedLayer, ...]:
-    """The layers of a cache under observation."""
-    return tuple(layer for layer in cache.plan if isinstance(layer, WatchedLayer))
-
-
-def own_states(layers: tuple[Watch, ...]) -> tuple[Any, ...]:
-    """What the method itself holds of all layers."""
-    return tuple(state.own for state in layers)
+def inner_cache(cache: Cache) -> Cache:
+    """Returns the cache of the method itself, without the tracer's copies."""
+    plan = tuple(layer.inner for layer in cache.plan if isinstance(layer, TracedLayer))
+    return dataclasses.replace(cache, layers=tuple(state.inner for state in cache.layers), plan=plan)

@@ -14,27 +14,27 @@ import numpy as np
 from kvjax.testbed.vocab import ASK, LET, PAIR, SYMBOLS
 
 Filler = Callable[[np.random.Generator, int], np.ndarray]
-"""(generator, n) -> n tokens that are no symbols and no markers but END."""
+"""(generator, n) -> n tokens, neither symbols nor markers but END."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """Asked after the context: prompt ids, ids to be generated, and where in the context (0 to 1) the fact is."""
+    """A question after the context: prompt ids, the ids of its answer, and the depth (0 to 1) of the fact."""
 
     prompt: np.ndarray
     answer: np.ndarray
     depth: float
-    ordered: bool = True  # False: the answer is a set
+    is_ordered: bool = True  # False: the answer is a set
 
     def right(self, tokens) -> bool:
         """Whether generated ids begin with the answer."""
-        found, answer = list(tokens)[: len(self.answer)], self.answer.tolist()
-        return found == answer if self.ordered else sorted(found) == sorted(answer)
+        tokens, answer = list(tokens)[: len(self.answer)], self.answer.tolist()
+        return tokens == answer if self.is_ordered else sorted(tokens) == sorted(answer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instance:
-    """One context i32[S] and its questions; between: what stands between an answer and a further question, i32[B]."""
+    """One context i32[S] and its questions; between: tokens between an answer and a further question, i32[B]."""
 
     task: str
     context: np.ndarray
@@ -43,7 +43,7 @@ class Instance:
 
 
 def noise(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Filler of uniformly random printable bytes."""
+    """Returns a filler of uniformly random printable bytes."""
     return rng.integers(32, 127, n).astype(np.int32)
 
 
@@ -55,19 +55,21 @@ def _symbols(rng: np.random.Generator, n: int) -> np.ndarray:
 def _scatter(
     rng: np.random.Generator, length: int, facts: list[np.ndarray], filler: Filler, cuts: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A context of `length` tokens holding the facts in order, filler between them -> (context, start of each fact)."""
-    room = length - sum(map(len, facts))
-    if room < 0:
-        raise ValueError(f"{len(facts)} facts take {length - room} tokens, the context has {length}; ask for fewer")
-    cuts = np.sort(rng.integers(0, room + 1, len(facts))) if cuts is None else cuts
-    text = filler(rng, room)
+    """(a context of `length` tokens with the facts in order and filler between them, the start of each fact)."""
+    num_filler = length - sum(map(len, facts))
+    if num_filler < 0:
+        raise ValueError(
+            f"{len(facts)} facts take {length - num_filler} tokens, the context has {length}; ask for fewer"
+        )
+    cuts = np.sort(rng.integers(0, num_filler + 1, len(facts))) if cuts is None else cuts
+    text = filler(rng, num_filler)
     parts = [x for gap, fact in zip(np.split(text, cuts)[:-1], facts, strict=True) for x in (gap, fact)]
     before = np.cumsum([0, *map(len, facts[:-1])])
     return np.concatenate([*parts, text[cuts[-1] :]]).astype(np.int32), cuts + before
 
 
-def _question(prompt, answer, start: int | np.ndarray, length: int, ordered: bool = True) -> Question:
-    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), int(start) / length, ordered)
+def _question(prompt, answer, start: int | np.ndarray, length: int, is_ordered: bool = True) -> Question:
+    return Question(np.asarray(prompt, np.int32), np.asarray(answer, np.int32), int(start) / length, is_ordered)
 
 
 def recall(
@@ -98,12 +100,10 @@ def copying(
     """Copying: a run of `span` different symbols in filler; two consecutive ones of it -> the `answer` after them."""
     run = _symbols(rng, span)
     context, starts = _scatter(rng, length, [run], filler)
+    # Every question leaves room for its answer inside the run.
     asked = rng.choice(span - 1 - answer, questions, replace=False)
-
-    def cut(i: int) -> Question:
-        return _question(run[i : i + 2], run[i + 2 : i + 2 + answer], starts[0] + i, length)
-
-    return Instance("copying", context, tuple(map(cut, asked)))
+    cuts = (_question(run[i : i + 2], run[i + 2 : i + 2 + answer], starts[0] + i, length) for i in asked)
+    return Instance("copying", context, tuple(cuts))
 
 
 def variables(
@@ -137,7 +137,7 @@ def multivalue(
     facts = [np.array([PAIR, names[k], held[k, j]]) for k, j in zip(owner, turn, strict=True)]
     context, starts = _scatter(rng, length, facts, filler)
     first = [starts[np.flatnonzero(owner == k)[0]] for k in range(keys)]
-    asked = [_question([ASK, names[k]], held[k], first[k], length, ordered=False) for k in range(keys)]
+    asked = [_question([ASK, names[k]], held[k], first[k], length, is_ordered=False) for k in range(keys)]
     return Instance("multivalue", context, tuple(asked))
 
 
@@ -154,11 +154,8 @@ def multiquery(
     keys, values = symbols[:pairs], symbols[pairs:]
     context, starts = _scatter(rng, length, [np.array([PAIR, k, v]) for k, v in zip(keys, values, strict=True)], filler)
     chosen = [rng.permutation(pairs)[:asked] for _ in range(questions)]
-
-    def cut(i: np.ndarray) -> Question:
-        return _question([ASK, *keys[i]], values[i], starts[i].min(), length)
-
-    return Instance("multiquery", context, tuple(map(cut, chosen)))
+    asks = (_question([ASK, *keys[i]], values[i], starts[i].min(), length) for i in chosen)
+    return Instance("multiquery", context, tuple(asks))
 
 
 def common(
@@ -178,7 +175,8 @@ def common(
     words = rng.permutation(np.concatenate([np.repeat(symbols[:most], often), np.repeat(symbols[most:], seldom)]))
     context, starts = _scatter(rng, length, list(words[:, None]), filler)
     first = sorted(int(np.flatnonzero(words == s)[0]) for s in symbols[:most])
-    return Instance("common", context, (_question([ASK, PAIR], words[first], starts[first[0]], length, ordered=False),))
+    question = _question([ASK, PAIR], words[first], starts[first[0]], length, is_ordered=False)
+    return Instance("common", context, (question,))
 
 
 def frequent(
@@ -188,7 +186,7 @@ def frequent(
 
     The most frequent comes first; their counts differ from each other and from all others.
     """
-    while True:
+    while True:  # until no tie of counts leaves the answer open
         ranks = rng.zipf(alpha, words)
         counts = np.sort(np.bincount(ranks[ranks <= len(SYMBOLS)], minlength=most + 2))[::-1][: most + 1]
         if (np.diff(counts) < 0).all() and (ranks <= len(SYMBOLS)).all():

@@ -11,16 +11,13 @@ SYMBOLS = np.arange(260, 512, dtype=np.int32)
 SIZE = 512
 
 
-def _byte_names() -> list[str]:
-    """The printable stand-in of each byte value in the ByteLevel alphabet (Radford et al., 2019, GPT-2's encoder)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [b for b in range(256) if b not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
-
-
 def tokenizer() -> Tokenizer:
-    """A byte-level tokenizer whose ids below 256 are the byte values; markers and symbols are whole tokens."""
-    out = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(_byte_names())}, merges=[]))
+    """Makes a byte-level tokenizer whose ids below 256 are the byte values; markers and symbols are whole tokens."""
+    # The ByteLevel alphabet writes unprintable bytes as characters from 256 on (Radford et al., 2019, GPT-2's encoder).
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    names = [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+    out = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     out.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     out.decoder = decoders.ByteLevel()
     names = [*MARKERS, *(f"<s{i}>" for i in range(len(SYMBOLS)))]
@@ -29,5 +26,5 @@ def tokenizer() -> Tokenizer:
 
 
 def tokenizer_files() -> dict[str, bytes]:
-    """What lies beside a model of this vocabulary: contents by name."""
+    """Returns the tokenizer files of a model with this vocabulary: contents by name."""
     return {"tokenizer.json": tokenizer().to_str(pretty=True).encode()}

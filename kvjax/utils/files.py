@@ -60,3 +60,27 @@ def _name_path(path: Path) -> Iterator[None]:
         raise KvjaxError(
             f"cannot write {path} ({e.strerror}); give a path in a folder that exists and may be written"
         ) from e
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a UTF-8 text, in the place of a file only once all of it is on disk; returns the path.
+
+    Raises:
+      KvjaxError: the file cannot be written; the message has its path.
+    """
+    content = text.encode(errors="backslashreplace")  # a file's name need not be UTF-8
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a terminal has nothing to keep
+            path.write_bytes(content)
+        else:
+            with replace_atomically(path) as file:
+                file.write(content)
+    except OSError as e:
+        raise KvjaxError(f"cannot write {path} ({e.strerror}); make room there, or write elsewhere") from e
+    return path
+
+
+def check_not_input(source: Path, option: str, out: Path) -> None:
+    """Raises KvjaxError if writing `out` would replace the file that `option` reads, by whatever path."""
+    if out.is_file() and source.is_file() and out.samefile(source):
+        raise KvjaxError(f"{out} is the file that {option} reads, and would be lost; write to another one")

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import pytest
 
-from kvjax import KvjaxError, conformance
+from kvjax import KvjaxError
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
 from kvjax.method_api import Codec, Method, Policy, Scorer, make_selection, token_scores
-from kvjax.testing import BrokenRule, check_method, toy_model
+from kvjax.testing import BrokenRule, check_method, rules, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
 
@@ -265,7 +265,7 @@ FAULTY = {
         r"of the keys, Half.decode gives float32\[3,2,1,8\], and must give floats \[B K S H\], here \(3, 2, .*, 8\)",
     ),
     "whole numbers": (halves("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
-    "rows of other tokens": (halves("the row before"), "of the keys, Half.rows gives other rows than Half.decode"),
+    "rows of other tokens": (halves("the row before"), "of the keys, Half.gather gives other rows than Half.decode"),
     "nothing is written": (
         halves("nothing new"),
         "after step 6, the values that the first layer holds are not those of .* that were decoded .mean cosine",
@@ -280,11 +280,11 @@ FAULTY = {
     ),
     "a neighbour that is full": (
         Method(decode=Window(4, "a neighbour that is full")),
-        "row 1 holds other tokens in layer 0 when it is read alone than beside others, after step 1",
+        "row 1 holds other tokens in layer 0 when it is read alone than with others, after step 1",
     ),
     "a compression on another row's step": (
         Method(decode=Periodic(waits=False)),
-        "row . holds other tokens in layer 0 when it is fed beside rows that are fed other numbers of tokens",
+        "row . holds other tokens in layer 0 when it is fed together with rows that are fed other numbers of tokens",
     ),
     "a score that is no number": (
         Method(select=make_selection(Norms("a score that is no number"), 6)),
@@ -292,7 +292,7 @@ FAULTY = {
     ),
     "scores of all rows together": (
         Method(select=make_selection(Norms("scores of all rows together"), 6)),
-        "row 0 holds other tokens in layer 0 when it is read alone than beside others",
+        "row 0 holds other tokens in layer 0 when it is read alone than with others",
     ),
     "one token twice": (
         Method(decode=Window(4, "one token twice")),
@@ -356,7 +356,7 @@ def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
 def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
     report = check_method(Method(select=make_selection(Norms(), 6)), model, length=20)
     assert capsys.readouterr() == ("", "")  # quiet where nobody watches
-    assert [rule.name for rule in report.rules] == [rule.name for rule in conformance.RULES]
+    assert [rule.name for rule in report.rules] == [rule.name for rule in rules.RULES]
     assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
     lines = str(report).splitlines()
     assert lines[0] == repr(report) and len(lines) == 1 + len(report.rules)
@@ -368,7 +368,7 @@ def test_it_shows_the_rule_that_it_is_at(model, capsys):
     check_method("full", model, length=20, progress=True)
     told = capsys.readouterr().err
     assert "full: reading prompts of 20, 1, 13 tokens" in told
-    assert all(f"of {len(conformance.RULES)}, {rule.name}" in told for rule in conformance.RULES)
+    assert all(f"of {len(rules.RULES)}, {rule.name}" in told for rule in rules.RULES)
     assert told.endswith("\r")  # and takes it away
 
 
@@ -376,7 +376,7 @@ def test_loops_that_differ_are_named(model, monkeypatch):
     def generated(model, prompts, method, loop, **how):
         return types.SimpleNamespace(tokens=[[1]] if loop == "while" else [[2]])
 
-    monkeypatch.setattr(conformance, "generate", generated)
+    monkeypatch.setattr(rules, "generate", generated)
     with pytest.raises(KvjaxError, match=r"a compiled loop makes the tokens \[\[1\]\], and step after step \[\[2\]\]"):
         check("full", model)
 

@@ -17,10 +17,10 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
-from kvjax.conformance import changed_types, wrong_positions
 from kvjax.errors import IncompatibleMethod
 from kvjax.methods.strings import method_of
 from kvjax.models import Config
+from kvjax.testing.rules import changed_types, wrong_positions
 from tests.contract import edges, layer
 from tests.contract.cases import CASES
 from tests.contract.method_case import MethodCase

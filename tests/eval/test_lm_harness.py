@@ -131,8 +131,8 @@ def test_sampling_and_ends():
     both = [lm.generate_until(requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
     assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
     assert lm.generate_until(requests("generate_until", ("", {})), disable_tqdm=True) != [""]
-    assert lm._kwargs({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
-    assert lm._kwargs({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
+    assert lm._parse_options({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
+    assert lm._parse_options({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
     with pytest.raises(KvjaxError, match="'num_beams' is not supported; supported: until"):
         lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 

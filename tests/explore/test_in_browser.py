@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.explore import page
+from kvjax.explore import explorer_page
 from tests.explore.made_up import Words, record
 from tests.helpers import browser
 
@@ -21,7 +21,7 @@ def tab(tmp_path_factory):
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(page.render(record(), Words(WORDS), "text.txt"), encoding="utf-8")
+    file.write_text(explorer_page.render(record(), Words(WORDS), "text.txt"), encoding="utf-8")
     return file
 
 

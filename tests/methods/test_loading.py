@@ -16,7 +16,7 @@ import pytest
 import kvjax
 from kvjax import KvjaxError, cli, testing
 from kvjax.errors import KvjaxWarning
-from kvjax.eval.page import paired
+from kvjax.eval.page import paired_difference
 from kvjax.eval.run import store
 from kvjax.method_api import load_methods
 from kvjax.methods import loading
@@ -233,7 +233,7 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     assert "'value_norm:budget=16' is not the method that was recorded under this name" in capsys.readouterr().err
     # A report needs no file: the records say what is known of the method.
     del REGISTRY["value_norm"]
-    found = paired.Run(store.read(tmp_path / "run"))
+    found = paired_difference.RecordedRun(store.read(tmp_path / "run"))
     assert found.methods["value_norm:budget=16"].traits.evicts
     assert cli.main(["report", "run"]) == 0
 

@@ -265,7 +265,7 @@ DOCUMENTS = [np.random.default_rng(seed).integers(0, 60, 64).tolist() for seed i
 @pytest.mark.parametrize("method", ["turned_queries:sinks=1", "kvzip:sinks=1", "keydiff:unit=chunk2"])
 def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
     """The same texts under `adakv:scope=model`, budget by budget: its counts, over the tokens of the texts."""
-    made = calibrate.arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
+    made = calibrate.count_arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
     budgets = [2, 4, 8, 16, 32, 48]
     for layer_made in made:
         np.testing.assert_allclose(layer_made["fractions"], np.array(budgets) / 64)
@@ -281,7 +281,9 @@ def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
 def test_texts_of_unequal_lengths_count_by_their_tokens(model):
     """33 tokens of a text of 33, and of one of 64: budgets are whole numbers, and fractions those that were kept."""
     texts = [DOCUMENTS[0], DOCUMENTS[1][:33]]
-    together, *alone = (calibrate.arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts)))
+    together, *alone = (
+        calibrate.count_arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts))
+    )
     for i, made in enumerate(together):
         for name in ("shares", "fractions"):
             want = (alone[0][i][name] * 64 + alone[1][i][name] * 33) / 97
@@ -291,7 +293,7 @@ def test_texts_of_unequal_lengths_count_by_their_tokens(model):
 
 def test_texts_too_short_for_a_budget_are_refused(model):
     with pytest.raises(KvjaxError, match="do not leave room for what always stays at a budget of 1/32.*longer texts"):
-        calibrate.arrays(model, "head_shares", DOCUMENTS)  # turned queries keep four sinks of 64 tokens
+        calibrate.count_arrays(model, "head_shares", DOCUMENTS)  # turned queries keep four sinks of 64 tokens
 
 
 def test_from_the_command_line_to_a_method(tmp_path, capsys):

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import kvjax
 from kvjax import Config, cli, demo
-from kvjax.eval.tasks import packaged
+from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
 from kvjax.models.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
 METHODS = "full; snapkv:budget=25%"
-ROW = demo.Row("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
+ROW = demo.DemoRow("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def few_questions(monkeypatch):
-    whole = demo.exam
+    whole = demo.make_benchmark
 
     def exam(model, full=False):
         """Beginnings of the contexts of a few of the cases."""
@@ -52,16 +52,16 @@ def few_questions(monkeypatch):
         texts = [Case("ppl", str(i), row[:128], follows=row[128:], bytes=32) for i, row in enumerate(rows)]
         return dataclasses.replace(asked, questions=questions, texts=texts)
 
-    monkeypatch.setattr(demo, "exam", exam)
+    monkeypatch.setattr(demo, "make_benchmark", exam)
 
 
-def asked(contexts: int = 2, dtype: str = "float32") -> demo.Exam:
+def asked(contexts: int = 2, dtype: str = "float32") -> demo.DemoBenchmark:
     """What a table says of an exam."""
     case = Case("recall", "0", np.zeros(64, np.int32), about={"length": 64})
-    return demo.Exam(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
+    return demo.DemoBenchmark(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
 
 
-def printed(rows: list[demo.Row], width: int) -> list[str]:
+def printed(rows: list[demo.DemoRow], width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     console.print(demo.table(rows, asked(), "testbed", width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -81,12 +81,12 @@ def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory,
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1 of 2: full" and "100.0% of full in float32, 100.0% in bfloat16" in lines[1]
     assert lines[2] == "2 of 2: snapkv:budget=25%" and "right" in lines[3]
-    assert lines[4] == f"decoding in turns, {demo.TURNS} under each method"
+    assert lines[4] == f"decoding in turns, {demo.NUM_TURNS} under each method"
     assert lines[-1].endswith(f"wrote {tmp_path / 'demo.json'} and {tmp_path / 'demo.png'}")
     assert not any("\x1b" in line for line in lines)
     rows = json.loads((tmp_path / "demo.json").read_text())
     assert [row["method"] for row in rows] == ["full", "snapkv:budget=25%"]
-    assert all(row["dtype"] == "float32" and len(row["tokens_per_second"]) == demo.TURNS for row in rows)
+    assert all(row["dtype"] == "float32" and len(row["tokens_per_second"]) == demo.NUM_TURNS for row in rows)
     assert rows[0]["agreement"] == rows[0]["fraction_of_full"] == rows[0]["bfloat16_fraction"] == 1.0
     assert 0.2 < rows[1]["fraction_of_full"] < rows[1]["bfloat16_fraction"] < 0.4  # positions are int32 in both
     assert (tmp_path / "demo.png").stat().st_size > 10_000
@@ -103,9 +103,9 @@ def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
         found.update(methods=methods)
         return {}
 
-    whole = demo.exam
-    monkeypatch.setattr(demo, "exam", exam)
-    monkeypatch.setattr(demo, "resolve", resolve)
+    whole = demo.make_benchmark
+    monkeypatch.setattr(demo, "make_benchmark", exam)
+    monkeypatch.setattr(demo, "named", resolve)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
     assert found == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
@@ -122,8 +122,8 @@ def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
     bytes_only.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = tokenizers.decoders.ByteLevel()
     model = dataclasses.replace(toy_model(layers=1, vocab_size=256), tokenizer=Tokenizer(bytes_only))
-    monkeypatch.setattr(packaged, "ESSAYS", packaged.ESSAYS._replace(package="not_there"))
-    exam = demo.exam(model)
+    monkeypatch.setattr(data_files, "ESSAYS", data_files.ESSAYS._replace(package="not_there"))
+    exam = demo.make_benchmark(model)
     assert exam.about == "needles in source code" and len(exam.questions) == 8 and len(exam.texts) == 4
     (row,) = demo.measure(exam, "full")
     assert row.recall == 0.0 and row.code_bits > 4  # it has learned nothing
@@ -131,7 +131,7 @@ def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
 
 
 def test_agreement_is_with_the_first_method(directory, few_questions):
-    exam = demo.exam(kvjax.load(str(directory)))
+    exam = demo.make_benchmark(kvjax.load(str(directory)))
     rows = list(demo.measure(exam, ["streaming_llm:recent=4", "full"]))
     assert rows[0].agreement == 1.0 and rows[0].bfloat16_fraction < 0.2
     assert rows[1].agreement < 1.0 and rows[1].bfloat16_fraction == 1.0
@@ -140,17 +140,17 @@ def test_agreement_is_with_the_first_method(directory, few_questions):
 def test_methods_decode_in_turns_and_the_first_turn_does_not_count(monkeypatch):
     order = []
 
-    def read(self, rows, method, room, width):
+    def read(self, contexts, method, headroom_tokens, width):
         def generate(**options):
             order.append(method)
             return types.SimpleNamespace(tokens_per_second=float(len(order)))
 
         return types.SimpleNamespace(generate=generate)
 
-    monkeypatch.setattr(demo.Reader, "read", read)
+    monkeypatch.setattr(demo.ContextReader, "read", read)
     ask = Ask(np.array([1]), "exact", ("a",), 1)
     cases = [Case("recall", "0", np.zeros(8, np.int32), (ask,)), Case("ppl", "0", np.zeros(8), follows=np.zeros(4))]
-    turns = list(demo.decode_in_turns(demo.Exam(None, cases[:1], cases[1:], "values"), ["a", "b"], turns=2))
+    turns = list(demo.decode_in_turns(demo.DemoBenchmark(None, cases[:1], cases[1:], "values"), ["a", "b"], turns=2))
     assert order == ["a", "b"] * 3
     assert turns == [[3.0, 4.0], [5.0, 6.0]]
 

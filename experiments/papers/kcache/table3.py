@@ -131,7 +131,7 @@ ON_CPU = "On a CPU nothing crosses a bus: KCache reads N values instead of all f
 def main(argv: Sequence[str] | None = None) -> None:
     p = measuring.make_parser(__doc__)
     p.add_argument(
-        "--models", type=common.words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
+        "--models", type=common.split_words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
     )
     p.add_argument("--inputs", type=measuring.parse_integers, default=[1024, 4096], help="tokens of the prompt")
     p.add_argument("--output", type=int, default=OUTPUT_TOKENS, help="tokens of the answer")

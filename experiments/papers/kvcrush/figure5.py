@@ -68,8 +68,8 @@ def best_shares(found: Measurements, group: list[Line], shares: Sequence[str]) -
 def main(argv: Sequence[str] | None = None) -> None:
     parser = eviction_parser(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
-    parser.add_argument("--shares", type=common.words, default=SHARES)
-    parser.add_argument("--bases", type=common.words, default="accumulated,snapkv", help="eviction methods")
+    parser.add_argument("--shares", type=common.split_words, default=SHARES)
+    parser.add_argument("--bases", type=common.split_words, default="accumulated,snapkv", help="eviction methods")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {base: lines(base, args.budget, args.shares) for base in args.bases}

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--timed-length", type=int, default=2048, help="tokens of the timed prompt")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--shapes", type=common.words, default="125m", help="random models that are timed too")
+    parser.add_argument("--shapes", type=common.split_words, default="125m", help="random models that are timed too")
     parser.add_argument("--no-accuracy", action="store_true", help="latency only")
     args = parser.parse_args(argv)
     unknown = [s for s in args.shapes if s not in SHAPES]

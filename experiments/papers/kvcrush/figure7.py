@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--window", type=int, default=8, help="last tokens, whose queries a method observes or which it keeps"
     )
-    parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
-    parser.add_argument("--units", type=common.words, default="token,chunk8", help="token, or chunk and a size")
+    parser.add_argument("--bases", type=common.split_words, default=",".join(BASES), help="from: " + ", ".join(BASES))
+    parser.add_argument("--units", type=common.split_words, default="token,chunk8", help="token, or chunk and a size")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {unit: lines(select_bases(args.bases), args.budget, unit, args.share, args.window) for unit in args.units}

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens kept, of the variant without pages")
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; the budget is 21 pages")
     parser.add_argument("--share", type=float, default=0.75, help="of the budget, for KVCrush (the paper: 384 of 512)")
-    parser.add_argument("--anchors", type=common.words, default=ANCHORS)
+    parser.add_argument("--anchors", type=common.split_words, default=ANCHORS)
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     groups = {

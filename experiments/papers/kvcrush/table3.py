@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--window", type=int, default=8, help="last tokens, whose queries a method observes or which it keeps"
     )
-    parser.add_argument("--bases", type=common.words, default=",".join(BASES), help="from: " + ", ".join(BASES))
+    parser.add_argument("--bases", type=common.split_words, default=",".join(BASES), help="from: " + ", ".join(BASES))
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     every = lines(select_bases(args.bases), args.budget, args.share, args.window)

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
     p.add_argument("--ratios", type=parse_integers, default=[4, 8], help="context over budget")
     p.add_argument(
-        "--tasks", type=common.words, help="names or families (default: all of LongBench's 15, or stand-ins)"
+        "--tasks", type=common.split_words, help="names or families (default: all of LongBench's 15, or stand-ins)"
     )
     p.add_argument("--block", type=int, help="of InfLLM (default: 128 with --data, else 16)")
     p.set_defaults(length=None)

@@ -29,7 +29,7 @@ from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks.symbols import knows_symbols
 
@@ -175,7 +175,7 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
         axes[0].plot(x, greedy, marker="s", ls="--", color=f"C{i}", label=f"greedy, {name}")
     axes[0].set(xscale="log", xlabel="k, % of the keys (logarithmic)", ylabel="hit rate, %", ylim=(0, 102))
     axes[0].xaxis.set_major_formatter("{x:g}")
-    percents(axes[0].yaxis, 100)
+    set_percent_axis(axes[0].yaxis, 100)
     x = [r["tokens"] for r in moved]
     for name, label in (("all", "move all"), ("run", "a run of rows"), ("scattered", "scattered rows")):
         axes[1].plot(x, [r[name]["median"] * 1e3 for r in moved], marker="o", label=label)
@@ -224,8 +224,8 @@ ON_CPU = "On this machine host and device memory are the same RAM: a move is a c
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.model_parser(__doc__)
-    p.add_argument("--percent", type=lambda t: [float(x) for x in common.words(t)], default=PERCENTS)
-    p.add_argument("--tasks", type=common.words, default=["recall"], help="of the shipped model")
+    p.add_argument("--percent", type=lambda t: [float(x) for x in common.split_words(t)], default=PERCENTS)
+    p.add_argument("--tasks", type=common.split_words, default=["recall"], help="of the shipped model")
     p.add_argument("--contexts", type=int, default=4, help="per task")
     p.add_argument("--windows", type=int, default=4, help="windows of text")
     p.add_argument("--batch", type=int, default=2, help="sequences at a time")

@@ -40,10 +40,10 @@ def evaluate_methods(
 ) -> list[dict[str, Any]]:
     """Evaluates all methods on all cases of the tasks, each question at the end of its prompt; returns the records."""
     cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "seen": True}
-    description = store.describe(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
+    description = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
     with contextlib.ExitStack() as stack:
         folder = args.run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        records = stack.enter_context(store.opened(folder, description))
+        records = stack.enter_context(store.open_store(folder, description))
         evaluate(model, methods, cases, records, **about, progress=bars())
         return [r for m in methods for c in cases if (r := records.find(m, c.task, c.key))]
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluate_methods(args, model, methods, [TASK], spec)
     found, path = cells(records), args.out / "specache_figure4.png"
-    maps = charts.needles(records)[TASK]
+    maps = charts.needle_panels(records)[TASK]
 
     def draw(axes: Any) -> None:
         for ax, panel in zip([axes] if len(maps) == 1 else axes, maps, strict=True):

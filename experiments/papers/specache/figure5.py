@@ -14,7 +14,7 @@ from typing import Any
 import kvjax
 from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
-from kvjax.eval.page.charts import percents
+from kvjax.eval.page.charts import set_percent_axis
 
 TOPK = [0, 4, 8, 16, 32, 64, 128]
 # Averages over 10 LongBench tasks in Table 1, 1 bit, g = 32: Mistral, LLaMA-3. Its k = 0 has a residual of 128 tokens.
@@ -51,7 +51,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
         axis.set(xlabel="tokens fetched per key/value head, k (logarithmic)", ylabel=name, xticks=k, xticklabels=k)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(-3, 103)
-    percents(axes[0].yaxis, 100)
+    set_percent_axis(axes[0].yaxis, 100)
     if full["tasks"]:
         axes[0].legend(title="dashed: full")
     else:

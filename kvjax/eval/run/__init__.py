@@ -1,1 +1,1 @@
-"""Asking it, and keeping the answers."""
+"""Runs of the evaluation: methods are asked the cases of tasks, and every answer is recorded."""

@@ -1,4 +1,4 @@
-"""How a run says how far it is: bars on a terminal, one line in a notebook, nothing elsewhere."""
+"""Progress of a run: bars on a terminal, one line in a notebook, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as Left
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
 
 from kvjax.utils.display import StatusLine
 
 
 def bars() -> Progress:
-    """Bars on stderr with the time left: of everything, and of the present method and task."""
+    """Returns bars on stderr with the time left: of everything, and of the present method and task."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, Left(compact=True), console=Console(stderr=True), speed_estimate_period=600)
+    left = TimeLeftColumn(compact=True)
+    return Progress(*columns, left, console=Console(stderr=True), speed_estimate_period=600)
 
 
-def fitting(visible: bool | None) -> Progress:
-    """What suits the place: None is shown to whoever watches, a terminal or a notebook."""
+def make_progress(is_visible: bool | None) -> Progress:
+    """Returns the progress that suits the place; None shows it only on a terminal or in a notebook."""
     console = Console(stderr=True)
-    if visible is False or (visible is None and not (console.is_terminal or console.is_jupyter)):
+    if is_visible is False or (is_visible is None and not (console.is_terminal or console.is_jupyter)):
         return Progress(disable=True)
     return bars() if console.is_terminal and not console.is_jupyter else LineProgress()
 
@@ -31,25 +32,26 @@ class LineProgress(Progress):
 
     def __init__(self) -> None:
         super().__init__(disable=True)
-        self._line, self._began = StatusLine(True), time.perf_counter()
+        self._line, self._start_seconds = StatusLine(True), time.perf_counter()
 
     def add_task(self, description: str, *args: Any, **more: Any) -> TaskID:
-        """Says what has begun."""
+        """Shows the task that begins."""
         task = super().add_task(description, *args, **more)
-        self._say(description)
+        self._show(description)
         return task
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Says how far everything is."""
+        """Shows how far the whole run is."""
         super().advance(task_id, advance)
-        self._say(self.tasks[-1].description)
+        self._show(self.tasks[-1].description)
 
     def stop(self) -> None:
-        """Takes the line away."""
+        """Removes the line."""
         self._line.__exit__()
         super().stop()
 
-    def _say(self, description: str) -> None:
-        # The first task is that of everything.
+    def _show(self, description: str) -> None:
+        # The first task is that of the whole run.
         done, total = self.tasks[0].completed, self.tasks[0].total or 0
-        self._line.say(f"{done:.0f} of {total:.0f}, {time.perf_counter() - self._began:.0f} s: {description}")
+        seconds = time.perf_counter() - self._start_seconds
+        self._line.say(f"{done:.0f} of {total:.0f}, {seconds:.0f} s: {description}")

@@ -1,4 +1,4 @@
-"""Methods beside each other on the same cases, from Python: what `kvjax eval` does without its page."""
+"""Comparison of methods on the same cases, from Python: `kvjax eval` without its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.models.model import Model
 
 TASKS = "niah,ppl"
 QUICK = Spec(lengths=(512,), contexts=4, depths=5)
-"""What is asked by default: about a minute on two cores for two methods and the shipped model."""
+"""The default cases: about a minute on two cores for two methods and the shipped model."""
 
 
 def compare(
@@ -30,7 +30,7 @@ def compare(
     out: str | Path | None = None,
     *,
     batch: int = 8,
-    seen: bool = False,
+    question_aware: bool = False,
     speed: bool = False,
     progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
@@ -43,14 +43,14 @@ def compare(
       methods: values, strings, or strings separated by ";". `full` among them is what others are compared with.
       tasks: names, or a string of names separated by ","; `kvjax eval --list` has them.
       spec: lengths of the contexts, how many, and their seed.
-      out: a folder that keeps every answer, where a run that was stopped goes on; what was recorded there before has
-        its rows too, whether it is asked for again or not. By default nothing is kept.
+      out: a folder that keeps every answer, where a run that was stopped goes on; earlier records there have rows too,
+        whether their cases are asked for again or not. By default nothing is kept.
       batch: contexts at a time.
-      seen: each question ends the prompt, so that a method sees it when it compresses.
+      question_aware: each question ends the prompt, so that a method sees it when it compresses.
       speed: measure it too.
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
-      left_out: is told of tasks that do not fit in a length, which are then left out.
+      left_out: called with a line for each task that does not fit in a length, which is then left out.
       rebuild: go on with records in `out` whose run.json is damaged or missing.
 
     Returns:
@@ -66,16 +66,15 @@ def compare(
       >>> rows.plot("comparison.png")
     """
     if out is None:
+        options = {"batch": batch, "question_aware": question_aware, "speed": speed}
         with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
-            how = {"batch": batch, "seen": seen, "speed": speed, "progress": progress, "left_out": left_out}
-            return compare(model, methods, tasks, spec, folder, **how)
-    chosen = resolve(methods)
+            return compare(model, methods, tasks, spec, folder, **options, progress=progress, left_out=left_out)
+    method_names = list(resolve(methods))
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
-    about = {"seed": spec.seed, "batch": batch, "seen": seen}
-    run = store.describe(model, **about, methods=list(chosen), tasks=tasks, lengths=spec.lengths)
-    times = spec.lengths if speed else ()
-    shown = progress if isinstance(progress, Progress) else bars.fitting(progress)
-    with store.opened(out, run, rebuild) as records:
-        evaluate(model, methods, cases, records, **about, speed=times, progress=shown)
+    options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
+    run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
+    shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
+    with store.open_store(out, run, rebuild) as records:
+        evaluate(model, methods, cases, records, **options, speed=spec.lengths if speed else (), progress=shown)
     return Comparison.of(summary.rows(store.read(out)))

@@ -1,4 +1,4 @@
-"""What a comparison found: rows that print as a table, plot themselves, and become dicts and JSON."""
+"""The result of a comparison: rows that print as a table, plot themselves, and become dicts and JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, overload
 from rich.console import Console
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import safe_write, summary
+from kvjax.eval.page import summary
 from kvjax.utils import display
+from kvjax.utils.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = 112  # columns that the table needs, whatever the terminal says
+TABLE_COLUMNS = 112  # columns that the table needs, whatever the terminal says
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalRow:
-    """One method on one task at one length; None is what was not measured.
+    """One method on one task at one length; None where something was not measured.
 
     A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. Errors are standard
     errors over contexts.
@@ -69,7 +70,7 @@ class Comparison(Sequence[EvalRow]):
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Comparison:
-        """From the rows of `kvjax.eval.page.summary.rows`."""
+        """Makes a comparison from the rows of `kvjax.eval.page.summary.rows`."""
         return cls(tuple(EvalRow(**row) for row in rows))
 
     @overload
@@ -86,7 +87,7 @@ class Comparison(Sequence[EvalRow]):
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        wide = max(Console().width, WIDTH)
+        wide = max(Console().width, TABLE_COLUMNS)
         # Without force_jupyter a notebook would get the table as output, whatever the file.
         console = Console(file=(text := io.StringIO()), width=wide, color_system=None, force_jupyter=False)
         console.print(summary.table(self.to_dicts()))
@@ -99,18 +100,18 @@ class Comparison(Sequence[EvalRow]):
         return display.table(title, heads, zip(*(column.cells for column in table.columns), strict=True))
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Each row as a dict of all its fields, as `pandas.DataFrame` takes them."""
+        """Returns each row as a dict of all its fields, as `pandas.DataFrame` takes them."""
         return [dataclasses.asdict(row) for row in self.rows]
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as a JSON list, also written to `path` if there is one."""
+        """Returns the rows as a JSON list, and writes it to `path` if there is one."""
         text = json.dumps(self.to_dicts(), indent=2) + "\n"
         if path is not None:
-            safe_write.write(Path(path), text)
+            write_text(Path(path), text)
         return text
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Quality against bytes on the device, a panel per family of tasks; a notebook shows what is returned.
+        """Plots quality against bytes on the device, a panel per family of tasks; a notebook shows the figure.
 
         Args:
           path: a file to write, in the format of its ending (.png, .svg, .pdf).
@@ -119,16 +120,17 @@ class Comparison(Sequence[EvalRow]):
           A Matplotlib figure.
 
         Raises:
-          KvjaxError: Matplotlib is not installed, or nothing was measured that could be drawn.
+          KvjaxError: Matplotlib is not installed, or no row has both a quality and bytes.
         """
-        from kvjax.eval.page import plots  # which says so where Matplotlib is lacking
+        from kvjax.eval.page import plots
 
         rows = self.to_dicts()
-        length, look = summary.main_length(rows), plots.styles(summary.ordered(rows, "method"))
-        drawn = tuple(plots.charts.tradeoffs(summary.at_length(rows, length), look))
-        if not drawn:
+        length = summary.main_length(rows)
+        styles = plots.assign_styles(summary.distinct_values(rows, "method"))
+        panels = tuple(plots.charts.tradeoff_panels(summary.at_length(rows, length), styles))
+        if not panels:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")
-        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", drawn, length, look))
+        figure = plots.figure(plots.Plot("tradeoff", "tradeoff", panels, length, styles))
         if path is not None:
             figure.savefig(Path(path), dpi=150)
         return figure

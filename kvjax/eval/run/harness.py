@@ -1,4 +1,4 @@
-"""Quality of a method on a model: contexts are read once, then asked and scored on what the method holds of them."""
+"""Quality of a method on a model: contexts are read once, then asked and scored on the method's cache of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.eval.tasks.texts import prompt_ids
+from kvjax.eval.tasks.encoding import prompt_ids
 from kvjax.generation import stopping
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate
@@ -22,132 +22,157 @@ from kvjax.generation.result import Result
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 
-Rows = Sequence[np.ndarray]
-
-
 Replies = tuple[list[list[str]], CacheBytes]
-"""[ask][row], the generated text up to the first stop; bytes of the contexts."""
+"""[question][context], the generated text up to the first stop; bytes of the contexts."""
 
 SPEED_TOKENS, SPEED_RUNS = 64, 3
 
 
-def shared(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
-    """Each context is read once, and every question is asked of it as if it were the first.
+def ask_shared_context(
+    reader: ContextReader, method: str | KVMethod, cases: Sequence[Case], max_new_tokens: int
+) -> Replies:
+    """Reads each context once, and asks every question of it as if it were the first.
 
-    The cases have equally many questions; new: the most tokens that any of them may answer.
+    Args:
+      reader: reads the contexts.
+      method: a value, or its string.
+      cases: they have equally many questions.
+      max_new_tokens: the most tokens that any question may be answered with.
     """
-    widest = max(bucket(len(a.prompt)) for c in cases for a in c.asks)
-    context = _read(reader, method, [c.context for c in cases], widest + new)
+    widest = max(padded_width(len(a.prompt)) for c in cases for a in c.asks)
+    context = _read(reader, method, [c.context for c in cases], widest + max_new_tokens)
     replies = []
-    for asked in zip(*(c.asks for c in cases), strict=True):
-        prompts = [a.prompt for a in asked]
-        replies.append(_texts(reader.model, context.ask(prompts, max_new_tokens=new, width=_width(prompts)), asked))
+    for asks in zip(*(c.asks for c in cases), strict=True):
+        prompts = [a.prompt for a in asks]
+        out = context.ask(prompts, max_new_tokens=max_new_tokens, width=_common_width(prompts))
+        replies.append(_answers(reader.model, out, asks))
     return replies, context.bytes
 
 
-def seen(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
-    """Each question ends a prompt of its own, and is there when the method compresses (LongBench's protocol)."""
+def ask_question_aware(
+    reader: ContextReader, method: str | KVMethod, cases: Sequence[Case], max_new_tokens: int
+) -> Replies:
+    """Ends a prompt of its own with each question, which the method sees when it compresses (LongBench's protocol).
+
+    The arguments are those of `ask_shared_context`.
+    """
     sizes, replies = [], []
-    for asked in zip(*(c.asks for c in cases), strict=True):
-        prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asked, strict=True)]
-        context = _read(reader, method, prompts, new)
+    for asks in zip(*(c.asks for c in cases), strict=True):
+        prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asks, strict=True)]
+        context = _read(reader, method, prompts, max_new_tokens)
         sizes.append(context.bytes)
-        replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
+        out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
+        replies.append(_answers(reader.model, out, asks))
+    # The prompts differ by their questions alone, so the first ones' bytes stand for all.
     return replies, sizes[0]
 
 
-def conversation(reader: Reader, method: str | KVMethod, cases: Sequence[Case], new: int) -> Replies:
-    """The first question ends the prompt; each next one follows in the same cache, after the answer to the last one.
+def ask_conversation(
+    reader: ContextReader, method: str | KVMethod, cases: Sequence[Case], max_new_tokens: int
+) -> Replies:
+    """Ends the prompt with the first question, and asks each next one in the same cache after the last one's answer.
 
-    That answer is the reference, not what the model said, so that one mistake does not spoil the turns after it, and
+    That answer is the reference and not the model's own: one mistake does not spoil the turns after it, and
     every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
-    prompt templates of its code).
+    prompt templates of its code). The arguments are those of `ask_shared_context`.
     """
     turns = list(zip(*(c.asks for c in cases), strict=True))
-    told = [[reference(reader.model, a) for a in asked] for asked in turns[:-1]]
+    answers = [[reference_ids(reader.model, a) for a in asks] for asks in turns[:-1]]
     fed = [
-        [np.concatenate([r, a.prompt]) for r, a in zip(answers, asked, strict=True)]
-        for answers, asked in zip(told, turns[1:], strict=True)
+        [np.concatenate([answer, a.prompt]) for answer, a in zip(answers_of_turn, asks, strict=True)]
+        for answers_of_turn, asks in zip(answers, turns[1:], strict=True)
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
-    context: Context | None = _read(reader, method, prompts, sum(map(_width, fed)) + new)
-    taken, replies = context.bytes, []
-    for i, asked in enumerate(turns):
+    headroom_tokens = sum(map(_common_width, fed)) + max_new_tokens
+    context: Context | None = _read(reader, method, prompts, headroom_tokens)
+    size, replies = context.bytes, []
+    for i, asks in enumerate(turns):
         assert context is not None
-        following = _fed(context, fed[i], told[i]) if i < len(fed) else None  # first: answering uses the context up
-        replies.append(_texts(reader.model, context.generate(max_new_tokens=new, use_up=True), asked))
+        following = None
+        if i < len(fed):  # before the answer, which uses the context up
+            # A method may treat decoded tokens differently, and the reference stands for decoded ones.
+            lengths = [(len(tokens), len(answer)) for tokens, answer in zip(fed[i], answers[i], strict=True)]
+            decoded = [[t < num_answer for t in range(num_tokens)] for num_tokens, num_answer in lengths]
+            following = context.feed(fed[i], decoded=decoded, width=_common_width(fed[i]))
+        out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
+        replies.append(_answers(reader.model, out, asks))
         context = following
-    return replies, taken
+    return replies, size
 
 
-def _fed(context: Context, rows: Rows, answers: Rows) -> Context:
-    """The context with an answer, which stands for what would be decoded, and the next question behind it."""
-    decoded = [[i < len(answer) for i in range(len(row))] for row, answer in zip(rows, answers, strict=True)]
-    return context.feed(rows, decoded=decoded, width=_width(rows))
-
-
-def following(
-    reader: Reader, method: str | KVMethod, cases: Sequence[Case]
+def score_continuations(
+    reader: ContextReader, method: str | KVMethod, cases: Sequence[Case]
 ) -> tuple[list[np.ndarray], list[np.ndarray], CacheBytes]:
-    """Teacher-forced: (per row the bits of each token f64[T], per row the likeliest i32[T], what the contexts take)."""
-    rows = [c.follows for c in cases if c.follows is not None]
-    longest = max(map(len, rows))
-    context = _read(reader, method, [c.context for c in cases], bucket(longest))
-    logp, likeliest = zip(*context.score(rows, width=bucket(max(longest - 1, 1))), strict=True)
+    """Predicts the text that follows each context, teacher-forced.
+
+    Returns:
+      Bits of each token f64[T] per case, the likeliest tokens i32[T] per case, and the bytes of the contexts.
+    """
+    texts = [c.follows for c in cases if c.follows is not None]
+    longest = max(map(len, texts))
+    context = _read(reader, method, [c.context for c in cases], padded_width(longest))
+    # The last token is predicted and never fed.
+    logp, likeliest = zip(*context.score(texts, width=padded_width(max(longest - 1, 1))), strict=True)
     return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
 
 
-def speed(model: Model, method: str | KVMethod, length: int, batch: int, seed: int) -> tuple[float, float, CacheBytes]:
-    """Contexts of random tokens: (prefill seconds, decoded tokens per second, bytes of the cache), medians."""
+def measure_speed(
+    model: Model, method: str | KVMethod, length: int, batch: int, seed: int
+) -> tuple[float, float, CacheBytes]:
+    """Generates after contexts of random tokens.
+
+    Returns:
+      Seconds of the prefill, decoded tokens per second, both medians of SPEED_RUNS runs, and the bytes of the cache.
+    """
     ids = np.random.default_rng([seed, length]).integers(0, model.config.vocab_size, (batch, length))
-    how = {"max_new_tokens": SPEED_TOKENS, "eos_ids": (), "loop": "while"}
-    runs = [generate(model, ids, method, **how) for _ in range(SPEED_RUNS)]
+    # No end token: all methods decode equally many tokens.
+    options = {"max_new_tokens": SPEED_TOKENS, "eos_ids": (), "loop": "while"}
+    runs = [generate(model, ids, method, **options) for _ in range(SPEED_RUNS)]
     prefill, decode = ([getattr(r, name) for r in runs] for name in ("prefill_seconds", "tokens_per_second"))
     return statistics.median(prefill), statistics.median(decode), runs[0].bytes
 
 
 @functools.lru_cache(maxsize=1024)
 def bfloat16_fractions(method: KVMethod, config: Config, length: int) -> dict[str, float]:
-    """What a method holds of contexts of so many tokens in bfloat16, as fractions of the exact bfloat16 cache.
+    """Returns a method's bytes for contexts of `length` tokens as fractions of the exact cache's, both in bfloat16.
 
-    Caches are held in 16 bits in practice, and a quantizer's gain depends on what it is compared with. So methods are
-    compared by these bytes, also where a model computes in float32.
+    Caches are held in 16 bits in practice, and a quantizer's gain depends on the cache that it is compared with. So
+    methods are compared by these bytes, also where a model computes in float32.
     """
     planned = planned_bytes(method, config, length, dtype="bfloat16")
     return {"device": planned.fraction_of_full, "pinned_host": planned.host_fraction_of_full}
 
 
-def bucket(n: int) -> int:
-    """The width that rows of up to n tokens are padded to: few widths, hence few programs, and little too wide."""
-    return n if n <= 16 else round_up(n, 1 << max(4, n.bit_length() - 6))
+def padded_width(num_tokens: int) -> int:
+    """Returns the width that `num_tokens` tokens are padded to: few widths share programs, and are little too wide."""
+    return num_tokens if num_tokens <= 16 else round_up(num_tokens, 1 << max(4, num_tokens.bit_length() - 6))
 
 
-def reference(model: Model, ask: Ask) -> np.ndarray:
-    """The true answer as it follows its question: the first reference, or all of them where all are asked for."""
+def reference_ids(model: Model, ask: Ask) -> np.ndarray:
+    """Returns the true answer as it follows its question: the first reference, or all where all are asked for."""
     tokenizer = model.text_tokenizer()
-    asked = tokenizer.decode(ask.prompt[-1:], skip_special_tokens=False)
-    gap = " " if asked[-1:].isalnum() or asked.endswith(":") else ""
-    return prompt_ids(
-        tokenizer, gap + (", ".join(ask.references) if ask.metric == "contains_all" else ask.references[0])
-    )
+    end = tokenizer.decode(ask.prompt[-1:], skip_special_tokens=False)
+    gap = " " if end[-1:].isalnum() or end.endswith(":") else ""
+    answer = ", ".join(ask.references) if ask.metric == "contains_all" else ask.references[0]
+    return prompt_ids(tokenizer, gap + answer)
 
 
-def _read(reader: Reader, method: str | KVMethod, rows: Rows, room: int) -> Context:
-    """Rows in a padded width, with room for so many tokens after them."""
-    return reader.read(rows, method, room=room, width=_width(rows))
-
-
-def _width(rows: Rows) -> int:
-    """What rows are padded to."""
-    return bucket(max(map(len, rows)))
-
-
-def _texts(model: Model, out: Result, asked: Sequence[Ask]) -> list[str]:
-    return [text(model, np.asarray(row), a) for row, a in zip(out.tokens, asked, strict=True)]
-
-
-def text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
-    """What was answered: no more than was asked for, without end tokens, up to the first stop."""
+def answer_text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
+    """Returns the answer among generated tokens: at most `ask.new_tokens`, no end tokens, up to the first stop."""
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
     return stopping.truncate_at_stop(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)
+
+
+def _read(
+    reader: ContextReader, method: str | KVMethod, contexts: Sequence[np.ndarray], headroom_tokens: int
+) -> Context:
+    return reader.read(contexts, method, headroom_tokens=headroom_tokens, width=_common_width(contexts))
+
+
+def _common_width(sequences: Sequence[np.ndarray]) -> int:
+    return padded_width(max(map(len, sequences)))
+
+
+def _answers(model: Model, out: Result, asks: Sequence[Ask]) -> list[str]:
+    return [answer_text(model, np.asarray(tokens), a) for tokens, a in zip(out.tokens, asks, strict=True)]

@@ -1,4 +1,4 @@
-"""Where and when numbers were taken."""
+"""The machine and the versions that numbers were measured with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Returns the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -24,9 +24,14 @@ def version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, device, load (the average of the last minute), and the versions that decide about numbers."""
+    """Returns the processor, device, load (the average of the last minute), and the versions that affect numbers."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            processor = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor() or platform.machine()
     return {
-        "processor": _processor(),
+        "processor": processor,
         "cores": cores(),
         "device": jax.devices()[0].device_kind,
         "load": round(os.getloadavg()[0], 2),
@@ -34,11 +39,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{p: version(p) for p in ("jax", "jaxlib", "flax", "numpy", "tokenizers", "torch", "transformers")},
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

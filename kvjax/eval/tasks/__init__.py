@@ -1,1 +1,1 @@
-"""What is asked."""
+"""Evaluation tasks: each makes cases, that is contexts with questions or texts to predict."""

@@ -1,13 +1,14 @@
-"""What is asked of a model: cases, each a context with its questions or with the text that follows it.
+"""Evaluation cases: a context with its questions, or with the text that follows it.
 
-Everything is token ids on the way in and text on the way out, so a task is the same for the shipped model, whose
-symbols are spelled "<s17>", and for any real tokenizer.
+Inputs are token ids and outputs are text, so a task is the same for the shipped model, whose symbols are spelled
+"<s17>", and for any real tokenizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,19 +48,19 @@ class Case:
 
 
 class TooShort(KvjaxError):
-    """A length that a task does not fit in."""
+    """The task does not fit in a context of this length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a run asks a task for."""
+    """Sizes and sources of the cases that a run asks every task for."""
 
     lengths: tuple[int, ...] = (1024,)  # tokens of a context, the template around it included
     contexts: int = 8  # cases per task and length (and depth)
     questions: int = 4  # per context, where a task can ask several
     depths: int = 5  # of a needle, evenly from 0 to 1
     seed: int = 0
-    text: Path | str | None = None  # a file or a name in `packaged`: perplexity, haystack (default: source code)
+    text: Path | str | None = None  # a file, or "essays": for perplexity and haystacks (default: source code)
     data: Path | str | None = None  # the folder with the files of public benchmarks
     chat: bool | None = None  # questions go through the chat template (None: where the model has one)
 
@@ -73,9 +74,23 @@ class Spec:
         for name, least in (("contexts", 1), ("questions", 1), ("depths", 0)):
             arguments.integer(name, getattr(self, name), least)
         for name in ("text", "data"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else Path(given))
+            path = getattr(self, name)
+            object.__setattr__(self, name, None if path is None else Path(path))
 
 
 Maker = Callable[[Model, Spec], Iterable[Case]]
-"""The cases of one task for a model: a pure function, the same whenever it is called."""
+"""Makes the cases of one task for a model: a pure function, the same whenever it is called."""
+
+
+def bind_maker(make: Callable[[str, Model, Spec], Iterator[Case]], name: str, doc: str) -> Maker:
+    """Returns the maker of one of the tasks that `make` can make; `doc` is its line in lists of tasks."""
+    maker = functools.partial(make, name)
+    maker.__doc__ = doc
+    return maker
+
+
+def check_lengths(spec: Spec, least: int = 16) -> None:
+    """Raises TooShort for a length that leaves no room for any prompt."""
+    for length in spec.lengths:
+        if length < least:
+            raise TooShort(f"length {length} is too short for a prompt of this task; use {least} tokens or more")

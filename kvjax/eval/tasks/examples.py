@@ -1,4 +1,4 @@
-"""Solved examples before a question: how many a prompt has, and what is said where it lacks some."""
+"""Solved examples before a question: their number in a prompt, and the reason where some are missing."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ from pathlib import Path
 from typing import Any
 
 
-def shots(n: int, wanted: int, found: int, train: Path, length: int) -> dict[str, int | str]:
-    """What `Case.about` says of a prompt with n examples of the `found` ones of a file, where `wanted` were meant."""
-    if n == wanted:
-        return {"shots": n}
+def describe_examples(num_used: int, num_wanted: int, num_available: int, train: Path, length: int) -> dict[str, Any]:
+    """Returns what `Case.about` says of a prompt's solved examples.
+
+    Args:
+      num_used: examples in the prompt.
+      num_wanted: examples that the task means to have.
+      num_available: examples that were read from `train`.
+      train: the file of examples.
+      length: tokens that a prompt may take.
+    """
+    if num_used == num_wanted:
+        return {"shots": num_used}
     file = f"{train.parent.name}/{train.name}"  # below --data, wherever that is
-    if n < found:
+    if num_used < num_available:
         why = f"no room for more in {length} tokens"
     else:
         why = f"{file} has no more that can be used" if train.is_file() else f"no {file} in the folder of --data"
-    return {"shots": n, "wanted": wanted, "lacking": why}
+    return {"shots": num_used, "wanted": num_wanted, "lacking": why}
 
 
-def notes(told: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """A line for each task of which prompts lack examples, from (task, what is said about a case)."""
+def missing_example_notes(cases: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Returns a line for each task whose prompts lack examples, from pairs (task, `Case.about`)."""
     short: dict[str, list[Mapping[str, Any]]] = {}
-    for task, about in told:
+    for task, about in cases:
         if "lacking" in about:
             short.setdefault(task, []).append(about)
-    return [f"{task}: {_lack(cases)}" for task, cases in short.items()]
-
-
-def _lack(cases: list[Mapping[str, Any]]) -> str:
-    numbers = sorted({about["shots"] for about in cases})
-    few = " to ".join(dict.fromkeys(str(n) for n in (numbers[0], numbers[-1])))
-    why = ", ".join(dict.fromkeys(about["lacking"] for about in cases))
-    return f"{few} of {cases[0]['wanted']} solved examples: {why}"
+    notes = []
+    for task, abouts in short.items():
+        numbers = sorted({about["shots"] for about in abouts})
+        few = " to ".join(dict.fromkeys(str(n) for n in (numbers[0], numbers[-1])))
+        why = ", ".join(dict.fromkeys(about["lacking"] for about in abouts))
+        notes.append(f"{task}: {few} of {abouts[0]['wanted']} solved examples: {why}")
+    return notes

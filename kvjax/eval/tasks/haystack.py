@@ -14,20 +14,20 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
-from kvjax.eval.tasks.chat_format import Frame, framed
-from kvjax.eval.tasks.texts import largest
+from kvjax.eval.tasks.chat_format import chat_format
+from kvjax.eval.tasks.encoding import find_largest
 from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
 from kvjax.testbed import tasks
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
-ASKED = "What is the best thing to do in San Francisco?"
+NEEDLE_QUESTION = "What is the best thing to do in San Francisco?"
 OPENING = " Here is the most relevant sentence in the context:"  # of the answer, which the model goes on with
-QUESTION = ASKED + OPENING
-FOUND = ("eat a sandwich", "Dolores Park", "sunny day")  # what an answer is scored by, in place of a model as judge
+QUESTION = NEEDLE_QUESTION + OPENING
+PHRASES = ("eat a sandwich", "Dolores Park", "sunny day")  # an answer is scored by these, in place of a model as judge
 NEW_TOKENS = 32
-SPAN = 4  # symbols of the shipped model's needle
-LINES, SENTENCES = re.compile(r"\n+"), re.compile(r"(?<=[.!?])\s+")
+NEEDLE_SYMBOLS = 4  # of the shipped model's needle
+LINE_END, SENTENCE_END = re.compile(r"\n+"), re.compile(r"(?<=[.!?])\s+")
 
 ADJECTIVES = """able aged amber ample angry awake basic bitter blank bold brave brief bright broad broken busy
 calm careful cheap clean clear clever cold common cool crisp cruel curious damp dark deep direct distant double
@@ -47,28 +47,45 @@ CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
 
 def niah(model: Model, spec: Spec) -> Iterator[Case]:
     """One needle at each depth of a haystack, for a heat map of lengths and depths."""
-    if symbols.knows_symbols(model):
-        yield from (_symbols_case(spec, *place) for place in grid("niah", spec))
-    else:
-        yield from text_cases("niah", model, spec, Wording())
+    if not symbols.knows_symbols(model):
+        yield from needle_cases("niah", model, spec, Wording())
+        return
+    fillers = symbols.make_fillers(spec)
+    for key, length, depth, i in _needle_places("niah", spec):
+        rng = symbols.instance_generator(spec, key)
+
+        def make(n: int, rng=rng, filler=fillers[i % 2], depth=depth) -> tasks.Instance:
+            return tasks.TASKS["needle"](rng, n, filler, depth, NEEDLE_SYMBOLS)
+
+        yield symbols.instance_case("niah", key, symbols.make_instance("niah", make, length), 1, depth=depth)
 
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """What stands around a haystack, and the question; by default nothing, and the original one."""
+    """The text around a haystack, by default none, and the question, by default the original one."""
 
     before: str = ""
     after: str = "\n\n"
-    asked: str = ASKED
+    question: str = NEEDLE_QUESTION
 
 
-def text_cases(task: str, model: Model, spec: Spec, wording: Wording) -> Iterator[Case]:
-    """The cases of a task of one needle in a text."""
-    frame = framed(model, spec)
-    return (_text_case(task, frame, spec, wording, *place) for place in grid(task, spec))
+def needle_cases(task: str, model: Model, spec: Spec, wording: Wording) -> Iterator[Case]:
+    """Makes the cases of a task of one needle in a text."""
+    chat = chat_format(model, spec)
+    for key, length, depth, _ in _needle_places(task, spec):
+        essay = Essay(spec, symbols.instance_generator(spec, key))
+        prompt = chat.encode_question(wording.question, OPENING)
+
+        def encode(n: int, essay=essay, depth=depth) -> np.ndarray:
+            text = insert_needles(essay.words(n), [NEEDLE], [depth])[0].rstrip()
+            return chat.encode_context(wording.before + text + wording.after)
+
+        n = fit_haystack(task, lambda n, encode=encode, prompt=prompt: len(encode(n)) + len(prompt), length, 1)
+        ask = Ask(prompt, "contains_all", PHRASES, NEW_TOKENS, about={"depth": depth})
+        yield Case(task, key, encode(n), (ask,), about={"length": length, "depth": depth})
 
 
-def grid(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int]]:
+def _needle_places(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int]]:
     """(key, length, depth, number) of each case."""
     if not 1 <= spec.depths <= 101:
         raise KvjaxError(f"{spec.depths} depths were asked for; use 1 to 101")
@@ -76,35 +93,14 @@ def grid(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int]]:
         yield from ((f"{task}/{length}/{depth:.2f}/{i}", length, depth, i) for i in range(spec.contexts))
 
 
-def _symbols_case(spec: Spec, key: str, length: int, depth: float, i: int) -> Case:
-    rng, filler = symbols.generator(spec, key), symbols.fillers(spec)[i % 2]
+def fit_haystack(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
+    """Returns the largest haystack, in units, at least `low`, that costs at most `length` tokens.
 
-    def make(n: int) -> tasks.Instance:
-        return tasks.TASKS["needle"](rng, n, filler, depth, SPAN)
-
-    return symbols.case("niah", key, symbols.built("niah", make, length), 1, depth=depth)
-
-
-def _text_case(
-    task: str, frame: Frame, spec: Spec, wording: Wording, key: str, length: int, depth: float, _: int
-) -> Case:
-    essay, prompt = Essay(spec, symbols.generator(spec, key)), frame.question(wording.asked, OPENING)
-
-    def ids(n: int) -> np.ndarray:
-        text = inserted(essay.words(n), [NEEDLE], [depth])[0].rstrip()
-        return frame.context(wording.before + text + wording.after)
-
-    n = fitted(task, lambda n: len(ids(n)) + len(prompt), length, 1)
-    ask = Ask(prompt, "contains_all", FOUND, NEW_TOKENS, about={"depth": depth})
-    return Case(task, key, ids(n), (ask,), about={"length": length, "depth": depth})
-
-
-def fitted(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
-    """The largest haystack, in units, at least `low`, that costs at most `length` tokens.
-
-    Raises KvjaxError with a length that is enough: some more than this instance takes, since others have longer words.
+    Raises:
+      TooShort: not even `low` fits; the message has a length that is enough: some more than this instance takes, since
+        others have longer words.
     """
-    n = largest(cost, length, low)
+    n = find_largest(cost, length, low)
     if n is None:
         enough = round_up(cost(low) * 6 // 5, 32)
         raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
@@ -112,18 +108,20 @@ def fitted(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
 
 
 class Essay:
-    """Running text for a haystack, from the start of a random sentence and round the end of the text.
+    """Running text for a haystack, from the start of a random sentence, and from the text's start after its end.
 
-    The text of `spec.text`, on one line as in RULER, or else held-out source code, whose lines stay.
+    The text is that of `spec.text`, on one line as in RULER, or by default held-out source code, which keeps its lines.
     """
 
     def __init__(self, spec: Spec, rng: np.random.Generator):
-        text = symbols.source(spec)
-        self.whole, self.starts, sentences = _parts(text if spec.text is None else re.sub(r"\s+", " ", text).strip())
+        text = symbols.read_source(spec)
+        self.whole, self.starts, sentences = _index_words(
+            text if spec.text is None else re.sub(r"\s+", " ", text).strip()
+        )
         self.first = int(rng.choice(sentences))
 
     def words(self, n: int) -> str:
-        """The first n words, with the space between them."""
+        """Returns the first n words, with the space between them."""
         if n > len(self.starts):
             rounds, n = divmod(n, len(self.starts))
             return self.words(len(self.starts)) * rounds + (self.words(n) if n else "")
@@ -134,27 +132,35 @@ class Essay:
 
 
 @functools.lru_cache(2)
-def _parts(text: str) -> tuple[str, np.ndarray, np.ndarray]:
-    """(the text, ended by space, where its words start, and the numbers of the words that start a sentence)."""
+def _index_words(text: str) -> tuple[str, np.ndarray, np.ndarray]:
+    """(the text, ended by space, the characters at which words start, numbers of the words that start a sentence)."""
     text = text.lstrip("\r\n")
     text = text if text[-1:].isspace() else text + " "
     starts = np.array([m.start() for m in re.finditer(r"[ \t]*\S+[ \t]*[\r\n]*", text)])
-    at = np.searchsorted(starts, [0, *boundaries(text)])
+    at = np.searchsorted(starts, [0, *_sentence_starts(text)])
     return text, starts, np.unique(at[at < len(starts)])
 
 
-def boundaries(text: str) -> list[int]:
-    """Where the next line, or in a text of one line the next sentence, may begin, in characters; never 0 or the end."""
-    ends = LINES if "\n" in text else SENTENCES
+def _sentence_starts(text: str) -> list[int]:
+    """Characters at which lines start, or sentences in a text of one line; neither 0 nor the end."""
+    ends = LINE_END if "\n" in text else SENTENCE_END
     return [m.end() for m in ends.finditer(text) if 0 < m.end() < len(text)]
 
 
-def inserted(text: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[int]]:
-    """(the text with each needle as a sentence of its own, where each starts): depths ascending, shares of the text.
+def insert_needles(text: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[int]]:
+    """Inserts each needle as a sentence of its own.
 
     A needle goes to the last end of a sentence or line at or before its depth (Kamradt, 2023), or to the end.
+
+    Args:
+      text: the haystack.
+      needles: the sentences.
+      depths: fraction of the text before each needle, ascending.
+
+    Returns:
+      The text, and the character at which each needle starts.
     """
-    ends = np.array([0, *boundaries(text)])
+    ends = np.array([0, *_sentence_starts(text)])
     cuts = [len(text) if d >= 1 else int(ends[np.searchsorted(ends, d * len(text), "right") - 1]) for d in depths]
     out, starts, last, gap = "", [], 0, "\n" if "\n" in text else " "
     for needle, cut in zip(needles, cuts, strict=True):
@@ -166,54 +172,55 @@ def inserted(text: str, needles: Sequence[str], depths: Sequence[float]) -> tupl
     return out + text[last:], starts
 
 
-class Drawn:
+class DistinctStrings:
     """Different strings from an endless source, drawn as they are needed; none of them occurs in `text`."""
 
     def __init__(self, source: Iterator[str], text: str = ""):
         self.source, self.items = (x for x in source if x not in text), []
 
     def first(self, n: int) -> list[str]:
-        """The first n, the same at every call."""
+        """Returns the first n, the same at every call."""
         self.items += itertools.islice(self.source, max(0, n - len(self.items)))
         return self.items[:n]
 
 
-def made_up(rng: np.random.Generator) -> Iterator[str]:
-    """Words of three syllables, half a million different ones: no one is a part of another."""
+def syllable_words(rng: np.random.Generator) -> Iterator[str]:
+    """Yields half a million different words of three syllables; none is a part of another."""
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
     for i in rng.permutation(len(syllables) ** 3):
         yield "".join(syllables[i // len(syllables) ** k % len(syllables)] for k in range(3))
 
 
 def words(rng: np.random.Generator) -> Iterator[str]:
-    """Adjective-noun, and once all pairs are used adjectives with made-up words."""
+    """Yields adjective-noun pairs, and once all pairs are used adjectives with words of syllables."""
     for i in rng.permutation(len(ADJECTIVES) * len(NOUNS)):
         yield f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}"
-    for word in made_up(rng):
+    for word in syllable_words(rng):
         yield f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]}-{word}"
 
 
 def numbers(rng: np.random.Generator) -> Iterator[str]:
-    """Different numbers of seven digits."""
-    return different(lambda: str(rng.integers(10**6, 10**7)))
+    """Yields different numbers of seven digits."""
+    return drop_repetitions(lambda: str(rng.integers(10**6, 10**7)))
 
 
 def uuids(rng: np.random.Generator) -> Iterator[str]:
-    """Random UUIDs of version 4."""
+    """Yields random UUIDs of version 4."""
     return (str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in itertools.count())
 
 
 def letters(rng: np.random.Generator, alphabet: str, n: int) -> Iterator[str]:
-    """Different strings of n letters."""
-    return different(lambda: "".join(rng.choice(list(alphabet), n)))
+    """Yields different strings of n letters."""
+    return drop_repetitions(lambda: "".join(rng.choice(list(alphabet), n)))
 
 
-def different(draw: Callable[[], str]) -> Iterator[str]:
-    seen: set[str] = set()
+def drop_repetitions(draw: Callable[[], str]) -> Iterator[str]:
+    """Yields the strings that `draw` returns, each once."""
+    drawn: set[str] = set()
     while True:
-        if (x := draw()) not in seen:
-            seen.add(x)
+        if (x := draw()) not in drawn:
+            drawn.add(x)
             yield x
 
 
-KINDS = {"words": words, "numbers": numbers, "uuids": uuids}
+STRING_KINDS = {"words": words, "numbers": numbers, "uuids": uuids}

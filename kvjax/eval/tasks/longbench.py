@@ -1,6 +1,6 @@
 """LongBench (Bai et al., 2024) from local files: the 16 English and code tasks, official prompts, lengths and metrics.
 
-The context is everything up to the end of the slot {context}; what follows is the question. Together they are the
+The context is everything up to the end of the slot {context}; the rest is the question. Together they are the
 official prompt, truncated from the middle to `Spec.lengths` tokens. There are two small differences from the official
 script. It decodes the two halves of a truncated prompt and encodes them again, here they are joined as ids. And on
 samsum it never lets a line break come first, here the first line that is not empty is scored, as on trec and triviaqa.
@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
-from kvjax.eval.tasks.local import check_lengths, encode, folder, lines, maker
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_lengths
+from kvjax.eval.tasks.data_files import benchmark_folder, read_json_lines
+from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class LongBenchTask:
     """A row of LongBench's config/dataset2prompt.json and dataset2maxlen.json, and of eval.py's table of metrics."""
 
     prompt: str
@@ -40,7 +41,7 @@ PASSAGES = (
 )
 
 TASKS = {
-    "narrativeqa": Task(
+    "narrativeqa": LongBenchTask(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
         "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
         "Story: {context}\n\nNow, answer the question based on the story asconcisely as you can, using a single phrase "
@@ -48,7 +49,7 @@ TASKS = {
         128,
         "qa_f1",
     ),
-    "qasper": Task(
+    "qasper": LongBenchTask(
         "You are given a scientific article and a question. Answer the question as concisely as you can, using a "
         "single phrase or sentence if possible. If the question cannot be answered based on the information in the "
         'article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
@@ -59,54 +60,54 @@ TASKS = {
         128,
         "qa_f1",
     ),
-    "multifieldqa_en": Task(
+    "multifieldqa_en": LongBenchTask(
         "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
         "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
         64,
         "qa_f1",
     ),
-    "hotpotqa": Task(PASSAGES, 32, "qa_f1"),
-    "2wikimqa": Task(PASSAGES, 32, "qa_f1"),
-    "musique": Task(PASSAGES, 32, "qa_f1"),
-    "gov_report": Task(
+    "hotpotqa": LongBenchTask(PASSAGES, 32, "qa_f1"),
+    "2wikimqa": LongBenchTask(PASSAGES, 32, "qa_f1"),
+    "musique": LongBenchTask(PASSAGES, 32, "qa_f1"),
+    "gov_report": LongBenchTask(
         "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
         "\n\nNow, write a one-page summary of the report.\n\nSummary:",
         512,
         "rouge_l",
     ),
-    "qmsum": Task(
+    "qmsum": LongBenchTask(
         "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
         "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
         "in one or more sentences.\n\nQuery: {input}\nAnswer:",
         512,
         "rouge_l",
     ),
-    "multi_news": Task(
+    "multi_news": LongBenchTask(
         "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
         "Now, write a one-page summary of all the news.\n\nSummary:",
         512,
         "rouge_l",
     ),
-    "trec": Task(
+    "trec": LongBenchTask(
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
         64,
         "classification_line",
         chat=False,
     ),
-    "triviaqa": Task(
+    "triviaqa": LongBenchTask(
         "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
         "The following are some examples.\n\n{context}\n\n{input}",
         32,
         "qa_f1_line",
         chat=False,
     ),
-    "samsum": Task(
+    "samsum": LongBenchTask(
         "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
         128,
         "rouge_l_line",
         chat=False,
     ),
-    "passage_count": Task(
+    "passage_count": LongBenchTask(
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
         "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
         "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
@@ -115,7 +116,7 @@ TASKS = {
         32,
         "count",
     ),
-    "passage_retrieval_en": Task(
+    "passage_retrieval_en": LongBenchTask(
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
         "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph "
         'that the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\n'
@@ -123,10 +124,10 @@ TASKS = {
         32,
         "retrieval",
     ),
-    "lcc": Task(
+    "lcc": LongBenchTask(
         "Please complete the code given below. \n{context}Next line of code:\n", 64, "edit_similarity", chat=False
     ),
-    "repobench-p": Task(
+    "repobench-p": LongBenchTask(
         "Please complete the code given below. \n{context}{input}Next line of code:\n",
         64,
         "edit_similarity",
@@ -142,34 +143,31 @@ SOURCE = (
 
 
 def make(task: str, model: Model, spec: Spec) -> Iterator[Case]:
-    """The first `spec.contexts` examples of one task at each length; `spec.data` is DATA."""
+    """Makes the first `spec.contexts` examples of one task at each length; `spec.data` is DATA."""
     check_lengths(spec)
-    source = SOURCE.format(task=task)
-    directory = folder(spec, source) / "longbench"
-    fields = FIELDS | ({"all_classes": list} if "classification" in TASKS[task].metric else {})
-    rows = list(itertools.islice(lines(directory / f"{task}.jsonl", fields, source), spec.contexts))
-    head, tail = _chat(directory / "chat.txt") if TASKS[task].chat else ("", "")
-    for length in spec.lengths:
-        for i, row in enumerate(rows):
-            yield _case(task, i, row, model, length, head, tail)
+    settings, source = TASKS[task], SOURCE.format(task=task)
+    directory = benchmark_folder(spec, source) / "longbench"
+    fields = FIELDS | ({"all_classes": list} if "classification" in settings.metric else {})
+    rows = list(itertools.islice(read_json_lines(directory / f"{task}.jsonl", fields, source), spec.contexts))
+    head, tail = _read_chat_template(directory / "chat.txt") if settings.chat else ("", "")
+    before, after = settings.prompt.split("{context}")
+    for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
+        context_text = head + before + row["context"]
+        text = context_text + after.replace("{input}", row["input"])
+        encoded = encode_prompt(model, text + tail).truncate_middle(length, len(head), len(text))
+        context, question = encoded.split(len(context_text))
+        about = {"length": length}
+        if isinstance(row.get("length"), int):
+            about["words"] = row["length"]  # by which LongBench-E groups
+        options = tuple(row.get("all_classes") or ())
+        ask = Ask(question, settings.metric, tuple(row["answers"]), settings.new_tokens, options=options)
+        # The template changes the case, and a key names one instance.
+        key = f"longbench.{task}/{length}/{i}" + ("/chat" if head + tail else "")
+        yield Case(f"longbench.{task}", key, context, (ask,), about=about)
 
 
-def _case(task: str, i: int, row: dict, model: Model, length: int, head: str, tail: str) -> Case:
-    about, t = {"length": length}, TASKS[task]
-    before, after = t.prompt.split("{context}")
-    before = head + before + row["context"]
-    text = before + after.replace("{input}", row["input"])
-    encoded = encode(model, text + tail).without_middle(length, len(head), len(text))
-    context, question = encoded.split(len(before))
-    if isinstance(row.get("length"), int):
-        about["words"] = row["length"]  # by which LongBench-E groups
-    key = f"longbench.{task}/{length}/{i}" + ("/chat" if head + tail else "")
-    ask = Ask(question, t.metric, tuple(row["answers"]), t.new_tokens, options=tuple(row.get("all_classes") or ()))
-    return Case(f"longbench.{task}", key, context, (ask,), about=about)
-
-
-def _chat(path: Path) -> tuple[str, str]:
-    """What goes before and after a prompt."""
+def _read_chat_template(path: Path) -> tuple[str, str]:
+    """(text before a prompt, text after it)."""
     if not path.is_file():
         return "", ""
     text = path.read_text(encoding="utf-8").rstrip("\n")
@@ -180,6 +178,6 @@ def _chat(path: Path) -> tuple[str, str]:
 
 
 LONGBENCH: dict[str, Maker] = {
-    f"longbench.{task}": maker(make, task, f"LongBench from local files: {task}, scored by {TASKS[task].metric}.")
+    f"longbench.{task}": bind_maker(make, task, f"LongBench from local files: {task}, scored by {TASKS[task].metric}.")
     for task in TASKS
 }

@@ -20,16 +20,16 @@ Metric = Callable[[str, Ask], float]
 Pair = Callable[[str, str], float]
 
 
-def library(name: str) -> Any:
-    """A module of the optional extra `eval`; raises KvjaxError with the command that installs it."""
+def import_optional(name: str) -> Any:
+    """Imports a module of the optional extra `eval`; raises KvjaxError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
         raise KvjaxError(f'this metric needs the package of {name!r}: pip install "kvjax[eval]"') from e
 
 
-def best(pair: Pair) -> Metric:
-    """The best score over the references, 0 without any."""
+def best_reference(pair: Pair) -> Metric:
+    """Takes the best score over the references, 0 without any."""
     return lambda text, ask: max((float(pair(text, r)) for r in ask.references), default=0.0)
 
 
@@ -39,12 +39,12 @@ def first_line(metric: Metric) -> Metric:
 
 
 def exact(text: str, reference: str) -> float:
-    """Equality, white space at both ends aside."""
+    """Whether both are equal but for white space at their ends."""
     return float(text.strip() == reference.strip())
 
 
 def contains_all(text: str, ask: Ask) -> float:
-    """The share of references that occur in the text, in any case (RULER's string_match_all)."""
+    """The fraction of references that occur in the text, in any case (RULER's string_match_all)."""
     return sum(r.lower() in text.lower() for r in ask.references) / max(1, len(ask.references))
 
 
@@ -56,14 +56,14 @@ def contains(text: str, reference: str) -> float:
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalised(text: str) -> list[str]:
-    """Words in lower case without punctuation and articles (SQuAD's normalisation, as LongBench uses it)."""
+def normalize_words(text: str) -> list[str]:
+    """Splits into lower-case words without punctuation and articles (SQuAD's normalization, as in LongBench)."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
 
 
 def qa_f1(text: str, reference: str) -> float:
-    """F1 of the two bags of normalised words (LongBench's qa_f1_score)."""
-    said, right = normalised(text), normalised(reference)
+    """F1 of the two bags of normalized words (LongBench's qa_f1_score)."""
+    said, right = normalize_words(text), normalize_words(reference)
     common = sum((collections.Counter(said) & collections.Counter(right)).values())
     if not common:
         return 0.0
@@ -72,11 +72,11 @@ def qa_f1(text: str, reference: str) -> float:
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """ROUGE-L F1 as LongBench's rouge_score has it: that of the package `rouge` 1.0.1, with its choices.
+    """ROUGE-L F1 of the package `rouge` 1.0.1, with its choices (LongBench's rouge_score).
 
     Sentences end at ".", words are split at white space in their own case, and the union of the longest common
-    subsequences of all pairs of sentences is counted in distinct words. `rouge-score` lowers, drops what is not a
-    letter or digit, and takes one subsequence of all words with repetitions, so its numbers are others.
+    subsequences of all pairs of sentences is counted in distinct words. `rouge-score` lowers, drops every character
+    but letters and digits, and takes one subsequence of all words with repetitions, so its numbers are others.
     """
     said, right = _sentences(text), _sentences(reference)
     if not said or not right:
@@ -84,7 +84,7 @@ def rouge_l(text: str, reference: str) -> float:
     shared: set[str] = set()
     for r in right:
         for s in said:
-            shared.update(_common(r, s))
+            shared.update(_common_subsequence(r, s))
     precision = len(shared) / len({w for s in said for w in s})
     recall = len(shared) / len({w for r in right for w in r})
     return 2.0 * (precision * recall / (precision + recall + 1e-8))
@@ -94,8 +94,8 @@ def _sentences(text: str) -> list[list[str]]:
     return [part.split() or [""] for part in text.split(".") if part]  # white space alone counts as one empty word
 
 
-def _common(x: Sequence[str], y: Sequence[str]) -> list[str]:
-    """A longest common subsequence; of several the one found from the end, leaving out of y first."""
+def _common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
+    """A longest common subsequence: the one found from the end, which leaves out words of y first."""
     table = [[0] * (len(y) + 1)]
     for a in x:
         above, row = table[-1], [0]
@@ -117,27 +117,31 @@ def _common(x: Sequence[str], y: Sequence[str]) -> list[str]:
 def classification(text: str, ask: Ask) -> float:
     """1 / (classes named) if the right one is among them (LongBench's classification_score).
 
-    A class that is part of the right one's name does not count; as there, the one after it is then not looked at.
+    A class that is part of the right one's name does not count; as in LongBench, the class after it is then skipped.
     """
 
     def pair(text: str, reference: str) -> float:
-        named = [c for c in ask.options if c in text]
-        for c in named:  # removing while iterating skips the next one: so do the published numbers
+        resolve = [c for c in ask.options if c in text]
+        for c in resolve:  # removing while iterating skips the next one: so do the published numbers
             if c in reference and c != reference:
-                named.remove(c)
-        return 1.0 / len(named) if reference in named else 0.0
+                resolve.remove(c)
+        return 1.0 / len(resolve) if reference in resolve else 0.0
 
-    return best(pair)(text, ask)
+    return best_reference(pair)(text, ask)
 
 
 def count(text: str, reference: str) -> float:
-    """The share of the numbers in the text that are the reference (LongBench's count_score)."""
+    """The fraction of the numbers in the text that equal the reference (LongBench's count_score)."""
     numbers = re.findall(r"\d+", text)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def retrieval(text: str, reference: str) -> float:
-    """`count` of the reference's number, "Paragraph 7" (LongBench's retrieval_score); raises without one."""
+    """`count` of the number in a reference like "Paragraph 7" (LongBench's retrieval_score).
+
+    Raises:
+      KvjaxError: the reference has no such number.
+    """
     found = re.search(r"Paragraph (\d+)", reference)
     if not found:
         raise KvjaxError(f"a retrieval reference must read like 'Paragraph 7', got {reference!r}")
@@ -145,25 +149,28 @@ def retrieval(text: str, reference: str) -> float:
 
 
 def edit_similarity(text: str, reference: str) -> float:
-    """Similarity of the first line that is not a comment to the reference line (LongBench's code_sim_score).
+    """Similarity of the first line without a comment to the reference line (LongBench's code_sim_score).
 
-    The Indel similarity in whole percent, as fuzzywuzzy has it with python-Levenshtein; without that package it falls
-    back to difflib's ratio, which is never larger.
+    It is the Indel similarity in whole percent, as in fuzzywuzzy with python-Levenshtein; without that package
+    fuzzywuzzy falls back to difflib's ratio, which is never larger.
     """
     lines = text.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
-    return round(library("rapidfuzz").fuzz.ratio(line, reference)) / 100
+    return round(import_optional("rapidfuzz").fuzz.ratio(line, reference)) / 100
 
 
 def similarity(text: str, reference: str) -> float:
     """The Indel similarity of two texts of any number of lines, white space at their ends aside."""
-    return library("rapidfuzz").fuzz.ratio(text.rstrip(), reference.rstrip()) / 100
+    return import_optional("rapidfuzz").fuzz.ratio(text.rstrip(), reference.rstrip()) / 100
 
 
-def _gsm8k(text: str, reference: str, pattern: str, which: int) -> float:
-    """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns."""
-    found = re.findall(pattern, text)
-    said = found[which] if found else "[invalid]"
+def _gsm8k(text: str, reference: str, pattern: str, index: int) -> float:
+    """lm-evaluation-harness, task gsm8k (version 3): a regex filter, then exact_match that ignores some patterns.
+
+    The reference is the whole answer, or its number.
+    """
+    matches = re.findall(pattern, text)
+    said = matches[index] if matches else "[invalid]"
     if isinstance(said, tuple):
         said = next(filter(None, said), "[invalid]")
     for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
@@ -171,42 +178,33 @@ def _gsm8k(text: str, reference: str, pattern: str, which: int) -> float:
     return float(said.lower() == reference.lower())
 
 
-def gsm8k_strict(text: str, reference: str) -> float:
-    """Whether the first number after "#### " is the reference's; the reference is the whole answer or its number."""
-    return _gsm8k(text, reference, r"#### (\-?[0-9\.\,]+)", 0)
-
-
-def gsm8k_flexible(text: str, reference: str) -> float:
-    """Whether the last number of the text is the reference's."""
-    return _gsm8k(text, reference, r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1)
-
-
 @functools.cache
-def _scorer(kind: str) -> Any:
-    return library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
+def _rouge_scorer(kind: str) -> Any:
+    return import_optional("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
 
 
 def rouge_score(kind: str) -> Metric:
-    """F1 of `rouge-score` with stemming, as HELM summarisation has it; kind: "rouge1", "rouge2", "rougeL"."""
-    return best(lambda text, reference: _scorer(kind).score(reference, text.strip())[kind].fmeasure)
+    """F1 of `rouge-score` with stemming, as in HELM's summarization; kind: "rouge1", "rouge2" or "rougeL"."""
+    return best_reference(lambda text, reference: _rouge_scorer(kind).score(reference, text.strip())[kind].fmeasure)
 
 
 METRICS: dict[str, Metric] = {
-    "exact": best(exact),
+    "exact": best_reference(exact),
     "contains_all": contains_all,
-    "contains_any": best(contains),
-    "qa_f1": best(qa_f1),
-    "rouge_l": best(rouge_l),
+    "contains_any": best_reference(contains),
+    "qa_f1": best_reference(qa_f1),
+    "rouge_l": best_reference(rouge_l),
     "classification": classification,
-    "qa_f1_line": first_line(best(qa_f1)),
-    "rouge_l_line": first_line(best(rouge_l)),
+    "qa_f1_line": first_line(best_reference(qa_f1)),
+    "rouge_l_line": first_line(best_reference(rouge_l)),
     "classification_line": first_line(classification),
-    "retrieval": best(retrieval),
-    "count": best(count),
-    "edit_similarity": best(edit_similarity),
-    "similarity": best(similarity),
-    "gsm8k_strict": best(gsm8k_strict),
-    "gsm8k_flexible": best(gsm8k_flexible),
+    "retrieval": best_reference(retrieval),
+    "count": best_reference(count),
+    "edit_similarity": best_reference(edit_similarity),
+    "similarity": best_reference(similarity),
+    # The first number after "#### "; and the last number of the text.
+    "gsm8k_strict": best_reference(functools.partial(_gsm8k, pattern=r"#### (\-?[0-9\.\,]+)", index=0)),
+    "gsm8k_flexible": best_reference(functools.partial(_gsm8k, pattern=r"(-?[$0-9.,]{2,})|(-?[0-9]+)", index=-1)),
     "rouge_xsum_1": rouge_score("rouge1"),
     "rouge_xsum_2": rouge_score("rouge2"),
     "rouge_xsum_l": rouge_score("rougeL"),

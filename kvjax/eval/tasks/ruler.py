@@ -1,10 +1,10 @@
 """RULER's synthetic tasks as text for real tokenizers (Hsieh et al., 2024), and recall in turns after SCBench.
 
-Prompts, numbers of needles, metric and new tokens are those of RULER's standard tasks, word for word. What differs:
+Prompts, numbers of needles, metric and new tokens are those of RULER's standard tasks, word for word. These differ:
 keys and words are made here instead of taken from packages; essays are `spec.text` or held-out source code; each
 instance starts elsewhere in the essay; a length counts the question but not the answer; several keys of a context may
-be asked, each on its own. Context and question are encoded apart, at a line break (`texts.prompt_ids`). Of a chat
-model's answer the first words are given, as there (answer_prefix).
+be asked, each on its own. Context and question are encoded apart, at a line break (`encoding.prompt_ids`). A chat
+model's answer starts with given words, as in RULER (answer_prefix).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Protocol
 
 import numpy as np
 
-from kvjax.eval.tasks import symbols
+from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
-from kvjax.eval.tasks.chat_format import Frame, framed
-from kvjax.eval.tasks.haystack import KINDS, Drawn, Essay, different, fitted, inserted, letters, made_up
+from kvjax.eval.tasks.chat_format import chat_format
+from kvjax.eval.tasks.haystack import STRING_KINDS, DistinctStrings, Essay, letters
 from kvjax.models.model import Model
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 DEPTHS = np.round(np.linspace(0, 100, 40)) / 100
-SHORT = 4096  # tokens below which `cwe` is easier
+SHORT_CONTEXT_TOKENS = 4096  # below, `cwe` is easier
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """A question's text, what an answer holds, and where in the context (0 to 1, of its characters) the fact is."""
+class TextQuestion:
+    """A question's text, the strings of its answer, and the depth of the fact (0 to 1, in characters)."""
 
     text: str
     references: tuple[str, ...]
@@ -41,8 +41,20 @@ class Question:
     opening: str = ""  # the first words of the answer, which are given
 
 
-Draft = Callable[[int], tuple[str, list[Question]]]
+Draft = Callable[[int], tuple[str, list[TextQuestion]]]
 """Units of haystack -> (the context's text, ended by a line break, its questions)."""
+
+
+class InstanceKind(Protocol):
+    """A kind of instance that a `RulerTask` asks about."""
+
+    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
+        """Draws an instance.
+
+        Returns:
+          The draft, which builds the same instance in a haystack of any size, and the fewest units that it needs.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,227 +69,228 @@ class Niah:
     queries: int = 1
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """(the draft, its fewest units)."""
+        """See `InstanceKind`; a unit is a word, a line of noise or a needle."""
         essay = Essay(spec, rng) if self.haystack == "essay" else None
         avoid = essay.whole if essay else NOISE
-        keys, values = (Drawn(KINDS[kind](rng), avoid) for kind in (self.key, self.value))
+        keys, values = (DistinctStrings(STRING_KINDS[kind](rng), avoid) for kind in (self.key, self.value))
         n = max(self.keys or spec.questions, self.queries)
-        depths = sorted(spread(rng, n * self.values).tolist())
+        depths = sorted(draw_depths(rng, n * self.values).tolist())
+        # `build` is called for several sizes until one fits, and draws the same each time.
         seed = int(rng.integers(2**32))
 
-        def build(units: int) -> tuple[str, list[Question]]:
-            own = np.random.default_rng(seed)
-            have = n if essay or self.haystack == "noise" else n + units
-            names, held = keys.first(have), np.array(values.first(have * self.values)).reshape(have, self.values)
-            order = own.permutation(have * self.values)
-            needles = [NEEDLE.format(kind=self.value, key=names[j // self.values], value=held.flat[j]) for j in order]
+        def build(units: int) -> tuple[str, list[TextQuestion]]:
+            rng = np.random.default_rng(seed)
+            num_keys = n if essay or self.haystack == "noise" else n + units
+            names = keys.first(num_keys)
+            table = np.array(values.first(num_keys * self.values)).reshape(num_keys, self.values)
+            order = rng.permutation(num_keys * self.values)
+            needles = [NEEDLE.format(kind=self.value, key=names[j // self.values], value=table.flat[j]) for j in order]
             if essay:
-                text, starts = inserted(essay.words(units), needles, depths)
+                text, starts = haystack.insert_needles(essay.words(units), needles, depths)
                 text = text.rstrip()
             else:
-                text, starts = _lines(needles, units if self.haystack == "noise" else 0, own)
-            head = self.worded(
+                text, starts = _scatter_lines(needles, units if self.haystack == "noise" else 0, rng)
+            head = self._phrase(
                 "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
             )
-            head += self.worded("I will quiz you about the {kind} afterwards.\n")
+            head += self._phrase("I will quiz you about the {kind} afterwards.\n")
             where = {j: (len(head) + s) / (len(head) + len(text)) for j, s in zip(order, starts, strict=True)}
-            return f"{head}{text}\n", self.questions(own, spec, names, held, where)
+            return f"{head}{text}\n", self._questions(rng, spec, names, table, where)
 
         return build, n * self.values
 
-    def worded(self, template: str, query: str = "") -> str:
-        """RULER's words for one answer or several."""
+    def _phrase(self, template: str, query: str = "") -> str:
+        """Puts RULER's words in the singular for one answer, as its scripts do."""
         kind = self.value
         if self.queries * self.values == 1:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             kind = kind[:-1]
         return template.format(kind=kind, query=query)
 
-    def questions(self, rng, spec: Spec, names: list[str], held: np.ndarray, where: dict[int, float]) -> list[Question]:
-        """As many as are wanted, of different keys; all keys of a question at once."""
-        times = 1 if self.queries > 1 else min(spec.questions, len(names))
-        chosen = rng.permutation(len(names))[: times * self.queries].reshape(times, self.queries)
-        out = []
+    def _questions(
+        self, rng: np.random.Generator, spec: Spec, names: list[str], table: np.ndarray, where: dict[int, float]
+    ) -> list[TextQuestion]:
+        """Makes up to `spec.questions` questions of different keys; `queries` keys are one question."""
+        num_questions = 1 if self.queries > 1 else min(spec.questions, len(names))
+        chosen = rng.permutation(len(names))[: num_questions * self.queries].reshape(num_questions, self.queries)
+        questions = []
         for row in chosen:
             asked = [names[k] for k in row]
             query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
             text = "What are all the special magic {kind} for {query} mentioned in the provided text?"
             opening = " The special magic {kind} for {query} mentioned in the provided text are"
             depth = min(where[k * self.values + v] for k in row for v in range(self.values))
-            text, opening = self.worded(text, query), self.worded(opening, query)
-            out.append(Question(text, tuple(held[row].ravel().tolist()), depth, opening))
-        return out
+            text, opening = self._phrase(text, query), self._phrase(opening, query)
+            questions.append(TextQuestion(text, tuple(table[row].ravel().tolist()), depth, opening))
+        return questions
 
 
-def spread(rng: np.random.Generator, n: int) -> np.ndarray:
-    """n of RULER's 40 depths, different ones while there are enough."""
+def draw_depths(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Draws n of RULER's 40 depths, different ones while there are enough."""
     return rng.choice(DEPTHS, n, replace=n > len(DEPTHS))
 
 
-def _lines(facts: Sequence[str], noise: int, rng: np.random.Generator) -> tuple[str, list[int]]:
-    """Facts among so many lines of noise -> (the text, where each fact starts); facts keep their order."""
-    total = len(facts) + noise
-    places = np.sort(rng.choice(total, len(facts), replace=False))
+def _scatter_lines(facts: Sequence[str], num_noise: int, rng: np.random.Generator) -> tuple[str, list[int]]:
+    """(facts in their order among lines of noise, the character at which each fact starts)."""
+    total = len(facts) + num_noise
+    scatter_index = np.sort(rng.choice(total, len(facts), replace=False))
     lines = [NOISE] * total
-    for place, fact in zip(places, facts, strict=True):
+    for place, fact in zip(scatter_index, facts, strict=True):
         lines[place] = fact
     starts = np.cumsum([0, *(len(x) + 1 for x in lines)])
-    return "\n".join(lines), starts[places].tolist()
+    return "\n".join(lines), starts[scatter_index].tolist()
 
 
 @dataclasses.dataclass(frozen=True)
-class Tracking:
-    """Variable tracking: one chain of `hops` assignments in noise, after one worked example."""
+class VariableTracking:
+    """One chain of `hops` assignments in noise, after one worked example."""
 
     hops: int = 4
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """(the draft, its fewest units). The example has five lines of noise; RULER's has up to 500 tokens."""
-        names = Drawn(letters(rng, string.ascii_uppercase, 5)).first(self.hops + 1)
-        short = Drawn(letters(rng, string.ascii_uppercase, 3)).first(self.hops + 1)
-        value, other = Drawn(different(lambda: str(rng.integers(10000, 99999)))).first(2)
-        example, asked = self.part(short, other, 5, np.random.default_rng(rng.integers(2**32)))
-        example = f"{example}{asked.text}{asked.opening} {' '.join(short)}\n\n"
+        """See `InstanceKind`; a unit is a line of noise. The example has five; RULER's has up to 500 tokens."""
+        names = DistinctStrings(letters(rng, string.ascii_uppercase, 5)).first(self.hops + 1)
+        short = DistinctStrings(letters(rng, string.ascii_uppercase, 3)).first(self.hops + 1)
+        value, other = DistinctStrings(haystack.drop_repetitions(lambda: str(rng.integers(10000, 99999)))).first(2)
+        example, solved = self._chain(short, other, 5, np.random.default_rng(rng.integers(2**32)))
+        example = f"{example}{solved.text}{solved.opening} {' '.join(short)}\n\n"
         seed = int(rng.integers(2**32))
 
-        def build(units: int) -> tuple[str, list[Question]]:
-            text, question = self.part(names, value, units, np.random.default_rng(seed))
+        def build(units: int) -> tuple[str, list[TextQuestion]]:
+            text, question = self._chain(names, value, units, np.random.default_rng(seed))
             assert question.depth is not None
-            at = (len(example) + question.depth * len(text)) / (len(example) + len(text))
-            return example + text, [dataclasses.replace(question, depth=at)]
+            depth = (len(example) + question.depth * len(text)) / (len(example) + len(text))
+            return example + text, [dataclasses.replace(question, depth=depth)]
 
         return build, self.hops + 1
 
-    def part(self, names: Sequence[str], value: str, noise: int, rng: np.random.Generator) -> tuple[str, Question]:
+    def _chain(
+        self, names: Sequence[str], value: str, num_noise: int, rng: np.random.Generator
+    ) -> tuple[str, TextQuestion]:
         """(context, question, whose depth is that of the chain's last link)."""
         chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
-        text, starts = _lines(chain, noise, rng)
+        text, starts = _scatter_lines(chain, num_noise, rng)
         head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         question = f"Question: Find all variables that are assigned the value {value} in the text above."
         opening = " Answer: According to the chain(s) of variable assignment in the text above, "
         opening += f"{len(names)} variables are assigned the value {value}, they are: "
         depth = (len(head) + starts[-1]) / (len(head) + len(text) + 1)
-        return f"{head}{text}\n", Question(question, tuple(names), depth, opening)
+        return f"{head}{text}\n", TextQuestion(question, tuple(names), depth, opening)
 
 
 @dataclasses.dataclass(frozen=True)
-class Common:
-    """Common words: 10 words often and others seldom in a numbered list, after one worked example."""
+class CommonWords:
+    """10 words often and others seldom in a numbered list, after one worked example."""
 
     common: int = 10
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """(the draft, its fewest units); a unit is a different word."""
-        drawn = Drawn(made_up(rng))
-        (few, number, times), often = ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
-        first = drawn.first(few)
-        example = self.part(first, number, times, np.random.default_rng(rng.integers(2**32)))
+        """See `InstanceKind`; a unit is a different word."""
+        words = DistinctStrings(haystack.syllable_words(rng))
+        if length < SHORT_CONTEXT_TOKENS:
+            (example_size, example_often, example_seldom), (often, seldom) = (20, 3, 1), (6, 1)
+        else:
+            (example_size, example_often, example_seldom), (often, seldom) = (40, 10, 3), (30, 3)
+        first = words.first(example_size)
+        example = self._word_list(first, example_often, example_seldom, np.random.default_rng(rng.integers(2**32)))
         answer = " ".join(f"{i + 1}. {word}" for i, word in enumerate(first[: self.common]))
         seed = int(rng.integers(2**32))
         question = "Question: What are the 10 most common words in the above list?"
         opening = " Answer: The top 10 words that appear most often in the list are:"
 
-        def build(units: int) -> tuple[str, list[Question]]:
-            mine = drawn.first(few + units)[few:]
-            text = self.part(mine, *often, np.random.default_rng(seed))
-            asked = Question(question, tuple(mine[: self.common]), opening=opening)
+        def build(units: int) -> tuple[str, list[TextQuestion]]:
+            chosen = words.first(example_size + units)[example_size:]
+            text = self._word_list(chosen, often, seldom, np.random.default_rng(seed))
+            asked = TextQuestion(question, tuple(chosen[: self.common]), opening=opening)
             return f"{example}{question}{opening} {answer}\n{text}", [asked]
 
         return build, 2 * self.common
 
-    def part(self, words: list[str], often: int, seldom: int, rng: np.random.Generator) -> str:
-        """The list, its first words often."""
-        every = rng.permutation(words[: self.common] * often + words[self.common :] * seldom)
+    def _word_list(self, words: list[str], often: int, seldom: int, rng: np.random.Generator) -> str:
+        """The list, in which the first words of `words` are often."""
+        shuffled = rng.permutation(words[: self.common] * often + words[self.common :] * seldom)
         head = "Below is a numbered list of words. In these words, some appear more often than others. "
         head += "Memorize the ones that appear most often.\n"
-        return head + " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)) + "\n"
+        return head + " ".join(f"{i + 1}. {word}" for i, word in enumerate(shuffled)) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Frequent:
-    """Frequent words: coded words by a zeta law (alpha 2), the first rank dots; the next three are asked for."""
+class FrequentWords:
+    """Coded words by a zeta law (alpha 2), the first rank dots; the next three are asked for."""
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """(the draft, its fewest units); a unit is a word of the text, some of which are rounded away."""
-        ranked = ["...", *Drawn(letters(rng, string.ascii_lowercase, 6)).first(max(5, length // 50) - 1)]
-        share = np.arange(1, len(ranked) + 1) ** -2.0 / (math.pi**2 / 6)
+        """See `InstanceKind`; a unit is a word of the text, and rounding drops some words."""
+        ranked = DistinctStrings(letters(rng, string.ascii_lowercase, 6)).first(max(5, length // 50) - 1)
+        ranked = ["...", *ranked]
+        fractions = np.arange(1, len(ranked) + 1) ** -2.0 / (math.pi**2 / 6)
         seed = int(rng.integers(2**32))
 
-        def build(units: int) -> tuple[str, list[Question]]:
-            every = np.repeat(ranked, (units * share).astype(int))
-            text = " ".join(np.random.default_rng(seed).permutation(every).tolist())
+        def build(units: int) -> tuple[str, list[TextQuestion]]:
+            words = np.repeat(ranked, (units * fractions).astype(int))
+            text = " ".join(np.random.default_rng(seed).permutation(words).tolist())
             head = "Read the following coded text and track the frequency of each coded word. "
             head += "Find the three most frequently appeared coded words. "
             question = "Question: Do not provide any explanation. Please ignore the dots '....'. "
             question += "What are the three most frequently appeared words in the above coded text?"
             opening = " Answer: According to the coded text above, the three most frequently appeared words are:"
-            return f"{head}{text}\n", [Question(question, tuple(ranked[1:4]), opening=opening)]
+            return f"{head}{text}\n", [TextQuestion(question, tuple(ranked[1:4]), opening=opening)]
 
         return build, 53  # from here on the fourth rank is more frequent than the fifth
 
 
-class Kind(Protocol):
-    """What `Text` asks of a family."""
-
-    def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[Draft, int]:
-        """(the draft, its fewest units)."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """A task: how its instances are drafted, and the room for an answer."""
+class RulerTask:
+    """A task whose instances are drafted by `kind`, and answered with at most `new_tokens` tokens."""
 
-    kind: Kind
+    kind: InstanceKind
     new_tokens: int
-    turns: bool = False
-    stream: str = ""  # instances are seeded by this name, so that tasks that share it share them
+    turns: bool = False  # whether the questions are a conversation
+    stream: str = ""  # instances are seeded by this name, so that tasks of one stream have the same instances
 
     def cases(self, task: str, model: Model, spec: Spec) -> Iterator[Case]:
-        """The cases of all lengths; a context and the longest of its questions take at most `length` tokens."""
-        frame = framed(model, spec)
-        for length in spec.lengths:
-            for i in range(spec.contexts):
-                rng = symbols.generator(spec, self.stream or task, length, i)
-                build, low = self.kind.draft(rng, spec, length)
-                yield self.case(task, f"{task}/{length}/{i}", frame, build, low, length)
+        """Makes the cases of all lengths; a context and the longest of its questions take at most `length` tokens."""
+        chat = chat_format(model, spec)
+        for length, i in itertools.product(spec.lengths, range(spec.contexts)):
+            rng = symbols.instance_generator(spec, self.stream or task, length, i)
+            build, low = self.kind.draft(rng, spec, length)
+            # The questions stay the same for every size of the haystack that is tried.
+            encode_question = functools.cache(chat.encode_question)
 
-    def case(self, task: str, key: str, frame: Frame, build: Draft, low: int, length: int) -> Case:
-        """The largest case that fits."""
-        encoded = functools.cache(frame.question)
+            def encode(
+                n: int, build=build, encode_question=encode_question
+            ) -> tuple[np.ndarray, list[np.ndarray], list[TextQuestion]]:
+                text, questions = build(n)
+                prompts = [
+                    encode_question(q.text, q.opening, not (turn and self.turns)) for turn, q in enumerate(questions)
+                ]
+                return chat.encode_context(text), prompts, questions
 
-        def ids(n: int) -> tuple[np.ndarray, list[np.ndarray], list[Question]]:
-            text, questions = build(n)
-            prompts = [encoded(q.text, q.opening, i if self.turns else 0) for i, q in enumerate(questions)]
-            return frame.context(text), prompts, questions
+            def cost(n: int, encode=encode) -> int:
+                context, prompts, _ = encode(n)
+                return len(context) + max(map(len, prompts))
 
-        def cost(n: int) -> int:
-            context, prompts, _ = ids(n)
-            return len(context) + max(map(len, prompts))
-
-        context, prompts, questions = ids(fitted(task, cost, length, low))
-        asks = tuple(self.ask(p, q, i) for i, (p, q) in enumerate(zip(prompts, questions, strict=True)))
-        return Case(task, key, context, asks, self.turns, about={"length": length})
-
-    def ask(self, prompt: np.ndarray, question: Question, turn: int) -> Ask:
-        """A question with RULER's metric, string_match_all."""
-        about = {} if question.depth is None else {"depth": question.depth}
-        about |= {"turn": turn} if self.turns else {}
-        return Ask(prompt, "contains_all", question.references, self.new_tokens, about=about)
+            context, prompts, questions = encode(haystack.fit_haystack(task, cost, length, low))
+            asks = []
+            for turn, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
+                about = {} if question.depth is None else {"depth": question.depth}
+                about |= {"turn": turn} if self.turns else {}
+                # RULER's metric is string_match_all.
+                asks.append(Ask(prompt, "contains_all", question.references, self.new_tokens, about=about))
+            yield Case(task, f"{task}/{length}/{i}", context, tuple(asks), self.turns, about={"length": length})
 
 
-TASKS: dict[str, Text] = {
-    "ruler.niah_single_1": Text(Niah("noise"), 128),
-    "ruler.niah_single_2": Text(Niah(), 128),
-    "ruler.niah_single_3": Text(Niah(value="uuids"), 128),
-    "ruler.niah_multikey_1": Text(Niah(keys=4), 128),
-    "ruler.niah_multikey_2": Text(Niah("needle"), 128),
-    "ruler.niah_multikey_3": Text(Niah("needle", key="uuids", value="uuids"), 128),
-    "ruler.niah_multivalue": Text(Niah(values=4), 128),
-    "ruler.niah_multiquery": Text(Niah(keys=4, queries=4), 128),
-    "ruler.vt": Text(Tracking(), 30),
-    "ruler.cwe": Text(Common(), 120),
-    "ruler.fwe": Text(Frequent(), 50),
-    "turns": Text(Niah(keys=0), 24, turns=True, stream="shared"),
-    "shared": Text(Niah(keys=0), 24, stream="shared"),
+TASKS: dict[str, RulerTask] = {
+    "ruler.niah_single_1": RulerTask(Niah("noise"), 128),
+    "ruler.niah_single_2": RulerTask(Niah(), 128),
+    "ruler.niah_single_3": RulerTask(Niah(value="uuids"), 128),
+    "ruler.niah_multikey_1": RulerTask(Niah(keys=4), 128),
+    "ruler.niah_multikey_2": RulerTask(Niah("needle"), 128),
+    "ruler.niah_multikey_3": RulerTask(Niah("needle", key="uuids", value="uuids"), 128),
+    "ruler.niah_multivalue": RulerTask(Niah(values=4), 128),
+    "ruler.niah_multiquery": RulerTask(Niah(keys=4, queries=4), 128),
+    "ruler.vt": RulerTask(VariableTracking(), 30),
+    "ruler.cwe": RulerTask(CommonWords(), 120),
+    "ruler.fwe": RulerTask(FrequentWords(), 50),
+    "turns": RulerTask(Niah(keys=0), 24, turns=True, stream="shared"),
+    "shared": RulerTask(Niah(keys=0), 24, stream="shared"),
 }

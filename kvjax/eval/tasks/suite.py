@@ -6,89 +6,143 @@ import dataclasses
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.eval.tasks import examples
-from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort
+from kvjax.eval.tasks import examples, haystack, ruler, symbols, texts
+from kvjax.eval.tasks.case import Case, Maker, Spec, TooShort, bind_maker
+from kvjax.eval.tasks.essays import ESSAYS
+from kvjax.eval.tasks.gsm8k import GSM8K
+from kvjax.eval.tasks.humaneval import HUMANEVAL
+from kvjax.eval.tasks.longbench import LONGBENCH
+from kvjax.eval.tasks.xsum import XSUM
 from kvjax.models.model import Model
+
+RECALL_TASKS = {
+    "turns": "A conversation of recall questions about one context (after SCBench).",
+    "shared": "The same questions, each asked of the context's own state (after SCBench).",
+    "ruler.niah_single_1": "RULER: a number in repeated sentences.",
+    "ruler.niah_single_2": "RULER: a number in a long text.",
+    "ruler.niah_single_3": "RULER: a long value in a long text.",
+    "ruler.niah_multikey_1": "RULER: one of four keys in a long text.",
+    "ruler.niah_multikey_2": "RULER: one of many keys.",
+    "ruler.niah_multikey_3": "RULER: one of very many or long keys.",
+    "ruler.niah_multivalue": "RULER: all values of one key.",
+    "ruler.niah_multiquery": "RULER: the values of four keys in one question.",
+    "ruler.vt": "RULER: variable tracking along a chain of assignments.",
+    "ruler.cwe": "RULER: the most common words.",
+    "ruler.fwe": "RULER: the three most frequent words of a Zipf text.",
+    "symbols.recall": "The shipped model: values of keys scattered in code or noise.",
+    "symbols.copying": "The shipped model: how a run of symbols goes on.",
+    "symbols.variables": "The shipped model: variable tracking, the whole chain.",
+}
+"""Tasks that exist as text and in the shipped model's symbols. RULER's names are those of its standard tasks, without
+the two that need a data set."""
+
+
+def _make_recall_cases(name: str, model: Model, spec: Spec) -> Iterator[Case]:
+    if symbols.knows_symbols(model):
+        return symbols.SYMBOL_TASKS[name].cases(name, spec)
+    if name not in ruler.TASKS:
+        similar = {"symbols.recall": "shared", "symbols.variables": "ruler.vt"}.get(name, "ruler")
+        raise KvjaxError(f"task {name!r} is written in the shipped model's vocabulary; use {similar!r} instead")
+    return ruler.TASKS[name].cases(name, model, spec)
+
+
+SYNTHETIC: dict[str, Maker] = {
+    "niah": haystack.niah,
+    **{name: bind_maker(_make_recall_cases, name, doc) for name, doc in RECALL_TASKS.items()},
+    "ppl": texts.ppl,
+    "completion": texts.completion,
+    "completion.exact": texts.completion_exact,
+}
+"""The tasks that need no download."""
+
+BENCHMARKS: dict[str, Maker] = {**LONGBENCH, **GSM8K, **XSUM}
+"""The public benchmarks that are read from local files (`Spec.data`)."""
 
 
 def makers() -> dict[str, Maker]:
-    """Name -> maker of every task: those that need nothing, those that need a package, those that need files."""
-    from kvjax.eval.tasks.essays import ESSAYS
-    from kvjax.eval.tasks.humaneval import HUMANEVAL
-    from kvjax.eval.tasks.public import PUBLIC
-    from kvjax.eval.tasks.synthetic import SYNTHETIC
-
-    return {**SYNTHETIC, **ESSAYS, **HUMANEVAL, **PUBLIC}
+    """Name -> maker of every task: first tasks without a download, then those of packages, then those of files."""
+    return {**SYNTHETIC, **ESSAYS, **HUMANEVAL, **BENCHMARKS}
 
 
-def described() -> dict[str, str]:
+def describe_tasks() -> dict[str, str]:
     """Name -> the first line of the maker's docstring."""
     return {name: (inspect.getdoc(maker) or "").partition("\n")[0] for name, maker in makers().items()}
 
 
-def words(text: str) -> list[str]:
-    """Comma-separated words."""
+def split_words(text: str) -> list[str]:
+    """Splits a list at its commas; empty words are dropped."""
     return [w.strip() for w in text.split(",") if w.strip()]
 
 
 def expand(names: str | Sequence[str]) -> list[str]:
-    """Task names, each once; a name like "ruler" stands for all "ruler.*". Raises KvjaxError with the nearest name.
+    """Returns task names, each once; a name like "ruler" stands for all "ruler.*".
 
-    names: several, or a string in which commas separate them.
+    Args:
+      names: several, or a string in which commas separate them.
+
+    Raises:
+      KvjaxError: no name, or an unknown one; the message has the nearest known name.
     """
-    known, names = list(makers()), words(names) if isinstance(names, str) else names
+    known, names = list(makers()), split_words(names) if isinstance(names, str) else names
     if not names:
         raise KvjaxError(f"no task was named; for example {known[0]!r}, and `kvjax eval --list` lists them all")
-    found = [t for name in names for t in _matching(name, known)]
-    return list(dict.fromkeys(found))
+    expanded: list[str] = []
+    for name in names:
+        matches = [name] if name in known else [t for t in known if t.startswith(f"{name}.")]
+        if not matches:
+            families = dict.fromkeys(t.partition(".")[0] for t in known)
+            close = difflib.get_close_matches(name, [*families, *known], 1, 0.5)
+            nearest = f"; did you mean {close[0]!r}?" if close else ""
+            raise KvjaxError(f"unknown task {name!r}{nearest}; `kvjax eval --list` lists them all")
+        expanded += matches
+    return list(dict.fromkeys(expanded))
 
 
-def _matching(name: str, known: Sequence[str]) -> list[str]:
-    if name in known:
-        return [name]
-    family = [t for t in known if t.startswith(f"{name}.")]
-    if not family:
-        families = dict.fromkeys(t.partition(".")[0] for t in known)
-        close = difflib.get_close_matches(name, [*families, *known], 1, 0.5)
-        nearest = f"; did you mean {close[0]!r}?" if close else ""
-        raise KvjaxError(f"unknown task {name!r}{nearest}; `kvjax eval --list` lists them all")
-    return family
+def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[str], None] | None = None) -> list[Case]:
+    """Returns the cases of all named tasks, in order.
+
+    Args:
+      model: the cases are in its vocabulary.
+      names: task names, as `expand` takes them.
+      spec: lengths, numbers and sources of the cases.
+      left_out: called with a line for each task and length that do not fit together, which are then left out, and for
+        each task whose prompts lack solved examples.
+
+    Raises:
+      KvjaxError: an unknown name, any error of a maker, a task that does not fit a length without `left_out`, or no
+        task that fits any length.
+
+    Warns:
+      KvjaxWarning: prompts lack solved examples, and there is no `left_out`.
+    """
+    made = [case for name in expand(names) for case in _make_fitting_cases(name, model, spec, left_out)]
+    if not made and left_out is not None:
+        raise KvjaxError("no task fits in any of the lengths; use longer ones")
+    for note in examples.missing_example_notes((case.task, case.about) for case in made):
+        left_out(note) if left_out is not None else warnings.warn(note, KvjaxWarning, stacklevel=2)
+    visited: set[tuple[str, str]] = set()
+    for case in made:
+        if (case.task, case.key) in visited:
+            raise KvjaxError(f"task {case.task!r} made two cases with the key {case.key!r}; a key names one instance")
+        visited.add((case.task, case.key))
+    return made
 
 
-def _of(name: str, model: Model, spec: Spec, left_out: Callable[[str], None] | None) -> list[Case]:
-    """One task's cases, of the lengths that it fits in."""
-    maker, found = makers()[name], []
+def _make_fitting_cases(name: str, model: Model, spec: Spec, left_out: Callable[[str], None] | None) -> list[Case]:
+    """Makes one task's cases of the lengths that it fits in."""
+    maker = makers()[name]
     try:
         return list(maker(model, spec))
     except TooShort:
         if left_out is None:
             raise
+    made: list[Case] = []
     for length in spec.lengths:
         try:
-            found += maker(model, dataclasses.replace(spec, lengths=(length,)))
+            made += maker(model, dataclasses.replace(spec, lengths=(length,)))
         except TooShort as e:
             left_out(f"left out: {e}")
-    return found
-
-
-def cases(model: Model, names: Sequence[str], spec: Spec, left_out: Callable[[str], None] | None = None) -> list[Case]:
-    """The cases of all named tasks, in order; raises KvjaxError for an unknown name and what the makers raise.
-
-    left_out: is told of each task and length that do not fit together, and the others are made; if none fits, or
-    without `left_out`, that is an error. It is told of tasks whose prompts lack solved examples, too; without it that
-    is a KvjaxWarning.
-    """
-    found = [case for name in expand(names) for case in _of(name, model, spec, left_out)]
-    if not found and left_out is not None:
-        raise KvjaxError("no task fits in any of the lengths; use longer ones")
-    for note in examples.notes((case.task, case.about) for case in found):
-        left_out(note) if left_out is not None else warnings.warn(note, KvjaxWarning, stacklevel=2)
-    seen: set[tuple[str, str]] = set()
-    for case in found:
-        if (case.task, case.key) in seen:
-            raise KvjaxError(f"task {case.task!r} made two cases with the key {case.key!r}; a key names one instance")
-        seen.add((case.task, case.key))
-    return found
+    return made

@@ -39,7 +39,7 @@ def joined(documents, which: int) -> np.ndarray:
 
 
 def test_bases_are_the_principal_directions_of_each_head(model, exact):
-    made = calibrate.arrays(model, "bases", DOCUMENTS, rows=2)
+    made = calibrate.count_arrays(model, "bases", DOCUMENTS, rows=2)
     for arrays, documents in zip(made, exact, strict=True):
         for name, which in (("keys", 1), ("values", 2)):
             rows = joined(documents, which)
@@ -56,7 +56,7 @@ def test_bases_are_the_principal_directions_of_each_head(model, exact):
 
 
 def test_joint_bases_are_those_of_all_heads_without_rotation(model, exact):
-    made = calibrate.arrays(model, "joint_bases", DOCUMENTS)
+    made = calibrate.count_arrays(model, "joint_bases", DOCUMENTS)
     spec = specs(model.config)[0]
     for arrays, documents in zip(made, exact, strict=True):
         bare = [_bare(k, spec) for _, k, _ in documents]
@@ -74,7 +74,7 @@ def _bare(k: np.ndarray, spec) -> np.ndarray:
 
 
 def test_channels_are_ordered_by_the_mean_product_of_each_tokens_query_and_key(model, exact):
-    made = calibrate.arrays(model, "channels", DOCUMENTS, rows=3)
+    made = calibrate.count_arrays(model, "channels", DOCUMENTS, rows=3)
     for arrays, documents in zip(made, exact, strict=True):
         q, k = (np.concatenate([document[i] for document in documents], -2) for i in (0, 1))
         means = np.abs(q * k[:, None]).mean((1, 2))
@@ -110,4 +110,4 @@ def test_what_cannot_be_calibrated_says_why(arguments, says, tmp_path, capsys):
 
 def test_groups_of_heads_must_divide_the_layer(model):
     with pytest.raises(KvjaxError, match="heads together do not divide the layer's"):
-        calibrate.arrays(model, "joint_bases:heads=3", DOCUMENTS)
+        calibrate.count_arrays(model, "joint_bases:heads=3", DOCUMENTS)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.eval.page import paper_claims, summary
-from kvjax.eval.page.paper_claims import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
+from kvjax.eval.page import paired_difference, paper_claims, summary
+from kvjax.eval.page.paired_difference import NOT_RUN, NOT_SHOWN, SHOWN, WITHIN, Difference
 from tests.eval import fake_run
 
 
@@ -62,17 +62,17 @@ def pair(a, b, task="t", length=1):
 
 def test_differences_are_paired_and_stratified():
     a, b = np.array([1.0, 0.5, 0.0, 0.25]), np.array([0.75, 0.5, 0.0, 0.0])
-    run = paper_claims.Run([*pair(a, b), *pair([1.0, 1.0], [0.0, 0.0], "u")])
-    d = run.difference("a", "b", paper_claims.score)
+    run = paired_difference.RecordedRun([*pair(a, b), *pair([1.0, 1.0], [0.0, 0.0], "u")])
+    d = run.difference("a", "b", paired_difference.score)
     assert d.mean == pytest.approx(((a - b).mean() + 1) / 2) and d.cases == 6
     assert d.error == pytest.approx(math.sqrt((a - b).var(ddof=1) / 4) / 2)
-    assert run.difference("a", "b", paper_claims.score, "u").mean == 1
-    assert run.difference("a", "b", paper_claims.bits) is None
+    assert run.difference("a", "b", paired_difference.score, "u").mean == 1
+    assert run.difference("a", "b", paired_difference.bits) is None
 
 
 def test_only_cases_that_both_have_count():
     records = pair([1.0, 0.0], [1.0, 0.0])
-    d = paper_claims.Run(records[:3]).difference("a", "b", paper_claims.score)
+    d = paired_difference.RecordedRun(records[:3]).difference("a", "b", paired_difference.score)
     assert (d.cases, d.mean, d.error) == (1, 0, None)
 
 
@@ -81,13 +81,13 @@ def of(mean, error):
 
 
 def test_verdicts_need_two_errors():
-    assert [paper_claims.better(of(*x)) for x in ((0.3, 0.1), (0.2, 0.1), (-0.3, 0.1), (0.3, None))] == [
+    assert [paired_difference.judge_better(of(*x)) for x in ((0.3, 0.1), (0.2, 0.1), (-0.3, 0.1), (0.3, None))] == [
         SHOWN,
         WITHIN,
         NOT_SHOWN,
         WITHIN,
     ]
-    assert [paper_claims.near(of(*x)) for x in ((0.0, 0.01), (0.0, 0.02), (-0.1, 0.01), (-0.02, 0.0))] == [
+    assert [paired_difference.judge_near(of(*x)) for x in ((0.0, 0.01), (0.0, 0.02), (-0.1, 0.01), (-0.02, 0.0))] == [
         SHOWN,
         WITHIN,
         NOT_SHOWN,

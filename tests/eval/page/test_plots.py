@@ -55,24 +55,24 @@ def test_words_and_tooltips_carry_the_numbers(drawn):
 
 
 def test_styles_are_distinct_and_full_is_ink():
-    found = charts.styles(["full", *(f"m{i}" for i in range(42))])
-    assert len(set(found.values())) == 43 and found["full"].colour == charts.INK
+    found = charts.assign_styles(["full", *(f"m{i}" for i in range(42))])
+    assert len(set(found.values())) == 43 and found["full"].color == charts.INK
 
 
 def test_depth_as_asked_for_or_to_the_nearest_twentieth():
     task = {"task": "niah", "method": "full", "scores": [1.0]}
     asked = {"key": "a", "about": {"length": 512, "depth": 1 / 3}, "asks": [{"depth": 0.3}]}
     found = {"key": "b", "about": {"length": 512}, "asks": [{"depth": 0.741}]}
-    (panel,) = charts.needles([task | asked, task | found | {"scores": [0.0]}])["niah"]
+    (panel,) = charts.needle_panels([task | asked, task | found | {"scores": [0.0]}])["niah"]
     assert "least 0 at 512 tokens, depth 75%" in panel.alt
-    assert charts.needles([task | asked]) == {}  # one depth is no map
+    assert charts.needle_panels([task | asked]) == {}  # one depth is no map
     by_chance = [task | {"key": str(n), "about": {"length": n}, "asks": [{"depth": n / 4096}]} for n in (512, 1024)]
-    assert charts.needles(by_chance) == {}
+    assert charts.needle_panels(by_chance) == {}
 
 
 def test_long_names_break_after_commas_and_spaces():
-    assert charts.wrapped("kcache:n=64,device_layers=1", 24) == "kcache:n=64,\ndevice_layers=1"
-    assert charts.wrapped("snapkv:budget=256 + kvcrush", 24) == "snapkv:budget=256 +\nkvcrush"
+    assert charts.wrap_method("kcache:n=64,device_layers=1", 24) == "kcache:n=64,\ndevice_layers=1"
+    assert charts.wrap_method("snapkv:budget=256 + kvcrush", 24) == "snapkv:budget=256 +\nkvcrush"
 
 
 def is_score(panel: charts.Panel) -> bool:
@@ -119,7 +119,7 @@ def test_ticks_of_percents_are_round(low, high, said, whole, name):
     axis = ax.xaxis if name == "x" else ax.yaxis
     values = [low * whole, high * whole]
     ax.plot(*((values, [0, 1]) if name == "x" else ([0, 1], values)), "o")
-    charts.percents(axis, whole)
+    charts.set_percent_axis(axis, whole)
     check_percents(axis, whole)
     first, last = axis.get_view_interval()
     assert first <= values[0] and values[1] <= last  # no marker lies outside

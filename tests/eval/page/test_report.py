@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import paired, report
+from kvjax.eval.page import paired_difference, report
 from tests.eval import fake_run
 from tests.helpers import browser
 
@@ -134,7 +134,7 @@ def test_headline_names_who_keeps_up_where_enough_contexts_show_it(tmp_path):
     ],
 )
 def test_who_keeps_up(mean, error, cases, keeps_up):
-    assert paired.keeps_up(paired.Difference(mean, error, 0.5 + mean, 0.5, cases)) == keeps_up
+    assert paired_difference.keeps_up(paired_difference.Difference(mean, error, 0.5 + mean, 0.5, cases)) == keeps_up
 
 
 def test_numbers_of_the_table(page):

@@ -104,7 +104,7 @@ def small(monkeypatch):
             yield Case("niah", f"niah{case.key}", case.context, asks=(ask,), about={"length": 16})
 
     monkeypatch.setattr(suite, "makers", lambda: {"niah": needles, "ppl": following})
-    monkeypatch.setattr("kvjax.eval.run.harness.text", lambda model, tokens, ask: "x")
+    monkeypatch.setattr("kvjax.eval.run.harness.answer_text", lambda model, tokens, ask: "x")
     return toy_model(layers=1)
 
 
@@ -132,10 +132,12 @@ def test_progress_is_shown_where_it_is_wanted(small, monkeypatch, capsys):
     compare(small, "full", progress=True)
     told = capsys.readouterr().err
     assert "full: niah" in told and "4 of 4" in told and told.endswith("\r")
-    assert type(bars.fitting(False)) is type(bars.fitting(None)) is Progress  # neither terminal nor notebook
-    assert bars.fitting(None).disable
+    assert (
+        type(bars.make_progress(False)) is type(bars.make_progress(None)) is Progress
+    )  # neither terminal nor notebook
+    assert bars.make_progress(None).disable
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    assert not bars.fitting(None).disable and bars.fitting(False).disable
+    assert not bars.make_progress(None).disable and bars.make_progress(False).disable
 
 
 def test_the_defaults_are_small():

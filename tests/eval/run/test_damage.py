@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.page import report, safe_write
-from kvjax.eval.run import command, store
-from kvjax.eval.tasks import local
+from kvjax.eval.page import report
+from kvjax.eval.run import eval_command, store
+from kvjax.eval.tasks import data_files
+from kvjax.utils import files
 from tests.eval import fake_run
 from tests.eval.run.test_store import RUN, record, write
 
@@ -27,7 +28,7 @@ def line_error(directory, line) -> str:
     (directory / store.RECORDS).write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2)), ""]))
     with pytest.raises(KvjaxError) as e:
         report.read(directory)
-    with pytest.raises(KvjaxError, match="line 2 of "), store.opened(directory, RUN, rebuild=True):
+    with pytest.raises(KvjaxError, match="line 2 of "), store.open_store(directory, RUN, rebuild=True):
         pass
     return str(e.value)
 
@@ -63,18 +64,18 @@ def test_deeply_nested_json_is_named(tmp_path):
         store.read_run(tmp_path)
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 2 is not JSON .*copy the file again"):
-        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.read_json_lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
 
 
 def test_bad_bytes_in_local_rows_are_named(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(KvjaxError, match="rows.jsonl, line 1 is not JSON .*utf-8"):
-        list(local.lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
+        list(data_files.read_json_lines(tmp_path / "rows.jsonl", {"text": str}, "it there"))
     packed = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
     for damaged in (packed[:-9], b"no gzip"):
         (tmp_path / "rows.jsonl.gz").write_bytes(damaged)
         with pytest.raises(KvjaxError, match="rows.jsonl.gz is damaged .*copy it again"):
-            list(local.lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
+            list(data_files.read_json_lines(tmp_path / "rows.jsonl.gz", {"text": str}, "it there"))
 
 
 def test_what_a_run_writes_can_be_read_again(tmp_path):
@@ -92,10 +93,10 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
     (tmp_path / store.RUN).unlink()
     if damage is not None:
         (tmp_path / store.RUN).write_text(damage)
-    with pytest.raises(KvjaxError, match=r"run\.json.*the records beside it are still good.* with --rebuild"):
+    with pytest.raises(KvjaxError, match=r"run\.json.*its records are still good.* with --rebuild"):
         write(tmp_path, record(1))
     assert len(store.read(tmp_path)) == 2
-    with store.opened(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
+    with store.open_store(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
         assert len(s.records) == 2
     run = store.read_run(tmp_path)
     assert run["rebuilt"].startswith("run.json was damaged or missing at now and has been written anew; that the 2")
@@ -107,23 +108,26 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
 
 def test_another_run_is_not_taken_over_by_rebuilding(tmp_path):
     write(tmp_path, record(0))
-    with pytest.raises(KvjaxError, match="seed was 0 and is now 1"), store.opened(tmp_path, RUN | {"seed": 1}, True):
+    with (
+        pytest.raises(KvjaxError, match="seed was 0 and is now 1"),
+        store.open_store(tmp_path, RUN | {"seed": 1}, True),
+    ):
         pass
 
 
 def test_the_report_says_what_to_do_without_run_json(tmp_path, capsys):
     write(tmp_path, record(0, about={"length": 4}))
     (tmp_path / store.RUN).unlink()
-    command.render(tmp_path)
+    eval_command.render(tmp_path)
     assert "has records but no run.json" in (said := capsys.readouterr().err) and "--rebuild" in said
     (tmp_path / store.RUN).write_text("{")
     with pytest.raises(KvjaxError, match="run.json is damaged .*--rebuild"):
-        command.render(tmp_path)
+        eval_command.render(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError), store.opened(tmp_path / "file" / "out", RUN):
+    with pytest.raises(OSError), store.open_store(tmp_path / "file" / "out", RUN):
         pass
     write(tmp_path, record(0))
 
@@ -157,13 +161,13 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path,
 def test_a_page_goes_through_links_and_pipes(tmp_path):
     (tmp_path / "target").write_text("before")
     (tmp_path / "link").symlink_to("target")
-    safe_write.write(tmp_path / "link", "after")
+    files.write_text(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
-    assert safe_write.write(Path(os.devnull), "gone").is_char_device()
+    assert files.write_text(Path(os.devnull), "gone").is_char_device()
 
 
 def test_a_negative_seed_is_refused_before_anything_runs():
     more = {"lengths": "8", "text": None, "data": None, "chat": None}
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
     with pytest.raises(KvjaxError, match="--seed must be at least 0, got -1"):
-        command.specification(given)
+        eval_command.make_spec(given)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import planned_bytes
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import command, equal_bytes
+from kvjax.eval.run import equal_bytes, eval_command
 from kvjax.methods.strings import format_methods, parse, parse_parts
 from kvjax.testing import toy_model
 
@@ -16,8 +16,8 @@ CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
 FULL = planned_bytes("full", CONFIG, PROMPT, dtype=DTYPE).held["device"]
 
 
-def fit(method: str, share: str) -> equal_bytes.Fitted:
-    return equal_bytes.fitted([method], [Fraction(share)], CONFIG, PROMPT)[0]
+def fit(method: str, share: str) -> equal_bytes.FittedMethod:
+    return equal_bytes.fit_methods([method], [Fraction(share)], CONFIG, PROMPT)[0]
 
 
 @pytest.mark.parametrize(
@@ -58,16 +58,16 @@ def test_strings_are_taken_apart_and_joined():
 )
 def test_what_is_no_share_is_an_error(text):
     with pytest.raises(KvjaxError, match="such as 1/4, got"):
-        equal_bytes.shares_of(text)
+        equal_bytes.parse_shares(text)
 
 
 def test_shares_may_be_written_as_any_fraction():
-    assert equal_bytes.shares_of("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
+    assert equal_bytes.parse_shares("1/4, 0.25,.25,2.5e-1,25E-02") == [Fraction(1, 4)] * 5
 
 
 def test_the_command_says_what_fits_nowhere(capsys):
     model = toy_model(layers=1, head_dim=32)
-    methods = command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
+    methods = eval_command._at_equal_bytes(model, "keydiff; quest:device_layers=0", [Fraction(1, 2)], PROMPT)
     assert methods[0] == "full" and methods[1].startswith("keydiff:budget=") and len(methods) == 2
     assert (
         "quest:device_layers=0 takes more than 1/2 of the bytes of full in bfloat16: left out"

@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
-from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.run.evaluate import check_cases, evaluate, fingerprint, make_batches
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.methods.method_hash import method_hash
 from kvjax.models.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ RNG = np.random.default_rng(0)
 MODEL = dataclasses.replace(
     toy_model(layers=1, vocab_size=vocab.SIZE, eos_ids=(vocab.END,)), tokenizer=Tokenizer(vocab.tokenizer())
 )
-READER = Reader(MODEL)
+READER = ContextReader(MODEL)
 
 
 def draw(n):
@@ -72,7 +72,7 @@ def joined(cases, i):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_question_is_asked_of_the_contexts_state(name):
     method = kvjax.parse(name)
-    replies, size = harness.shared(READER, method, CASES, 4)
+    replies, size = harness.ask_shared_context(READER, method, CASES, 4)
     _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=ROOM)
     for i, said in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
@@ -83,21 +83,24 @@ def test_a_question_is_asked_of_the_contexts_state(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_seen_question_ends_the_prompt(name):
     method = kvjax.parse(name)
-    replies, _ = harness.seen(READER, method, CASES, 4)
+    replies, _ = harness.ask_question_aware(READER, method, CASES, 4)
     for i, said in enumerate(replies):
         assert said == texts(kvjax.generate(MODEL, joined(CASES, i), method, max_new_tokens=4).tokens)
 
 
 def test_seeing_the_question_matters_where_a_method_evicts():
     method = kvjax.parse("snapkv:budget=16,window=4")
-    assert harness.seen(READER, method, CASES, 4)[0] != harness.shared(READER, method, CASES, 4)[0]
+    assert (
+        harness.ask_question_aware(READER, method, CASES, 4)[0]
+        != harness.ask_shared_context(READER, method, CASES, 4)[0]
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
-    monkeypatch.setattr(harness, "text", lambda model, tokens, ask: tokens.tolist())
+    monkeypatch.setattr(harness, "answer_text", lambda model, tokens, ask: tokens.tolist())
     method, answer = kvjax.parse(name), [vocab.SYMBOLS[1], ord("a")]
-    replies, _ = harness.conversation(READER, method, TALKS, 4)
+    replies, _ = harness.ask_conversation(READER, method, TALKS, 4)
     assert replies[0] == kvjax.generate(MODEL, joined(TALKS, 0), method, max_new_tokens=4).tokens
     assert all(said[:2] != answer for said in replies[0])
     fed = [np.concatenate([answer, c.asks[1].prompt]) for c in TALKS]
@@ -113,7 +116,7 @@ def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_text_that_follows_is_scored_as_if_decoded(name):
     method = kvjax.parse(name)
-    bits, likeliest, _ = harness.following(READER, method, TEXTS)
+    bits, likeliest, _ = harness.score_continuations(READER, method, TEXTS)
     logp = kvjax.score(MODEL, [c.context for c in TEXTS], [c.follows for c in TEXTS], method)
     assert list(map(len, bits)) == list(map(len, likeliest)) == [9, 1, 12, 9]
     for b, expected in zip(bits, logp, strict=True):
@@ -124,39 +127,39 @@ def test_text_that_follows_is_scored_as_if_decoded(name):
 
 def test_an_answer_ends_at_its_stop_its_length_or_an_end_token():
     tokens = np.array([*b"ab\n", vocab.SYMBOLS[17], ord("."), vocab.END])
-    assert harness.text(MODEL, tokens, ask(1, 9)) == "ab\n<s17>."
-    assert harness.text(MODEL, tokens, ask(1, 4)) == "ab\n<s17>"
-    assert harness.text(MODEL, tokens, ask(1, 9, stop=("7>", "\n"))) == "ab"
-    assert harness.text(MODEL, tokens, ask(1, 9, stop=("?",))) == "ab\n<s17>."
+    assert harness.answer_text(MODEL, tokens, ask(1, 9)) == "ab\n<s17>."
+    assert harness.answer_text(MODEL, tokens, ask(1, 4)) == "ab\n<s17>"
+    assert harness.answer_text(MODEL, tokens, ask(1, 9, stop=("7>", "\n"))) == "ab"
+    assert harness.answer_text(MODEL, tokens, ask(1, 9, stop=("?",))) == "ab\n<s17>."
 
 
 def test_the_reference_that_is_fed_back():
     two = dataclasses.replace(ask(1, references=("<s3>", "b")), metric="contains_all")
-    assert harness.reference(MODEL, two).tolist() == [vocab.SYMBOLS[3], *b", b"]
+    assert harness.reference_ids(MODEL, two).tolist() == [vocab.SYMBOLS[3], *b", b"]
     one = dataclasses.replace(two, metric="exact")
-    assert harness.reference(MODEL, one).tolist() == [vocab.SYMBOLS[3]]
+    assert harness.reference_ids(MODEL, one).tolist() == [vocab.SYMBOLS[3]]
     for end in "s:":
         spaced = dataclasses.replace(one, prompt=np.array([63, ord(end)]))
-        assert harness.reference(MODEL, spaced).tolist() == [ord(" "), vocab.SYMBOLS[3]]
+        assert harness.reference_ids(MODEL, spaced).tolist() == [ord(" "), vocab.SYMBOLS[3]]
 
 
 @pytest.mark.parametrize("n", [1, 16, 17, 48, 100, 1000, 2048, 4500, 31_500])
 def test_padded_widths_are_few_and_little_too_wide(n):
-    assert n <= harness.bucket(n) <= max(n + 15, 1.04 * n)
-    assert harness.bucket(harness.bucket(n)) == harness.bucket(n)
+    assert n <= harness.padded_width(n) <= max(n + 15, 1.04 * n)
+    assert harness.padded_width(harness.padded_width(n)) == harness.padded_width(n)
 
 
 def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
     cases = [case(str(i), 40 - i, (2,)) for i in range(10)]
     cases += [case("two", 9, (2, 2)), case("talk", 9, (2,), turns=True)]
-    found = batches(cases + TEXTS, 8)
+    found = make_batches(cases + TEXTS, 8)
     keys = [[c.key for c in b.cases] for b in found]
     assert keys[:2] == [list("98765"), list("43210")] and keys[2:4] == [["two"], ["talk"]]
-    assert [b.rows for b in found] == [5, 5, 1, 1, 4] and [b.new for b in found] == [4, 4, 4, 4, 0]
-    odd = batches(cases[:7], 4)
-    assert [len(b.cases) for b in odd] == [4, 3] and [c.key for c in odd[1].filled] == ["2", "1", "0", "0"]
+    assert [b.batch_size for b in found] == [5, 5, 1, 1, 4] and [b.max_new_tokens for b in found] == [4, 4, 4, 4, 0]
+    odd = make_batches(cases[:7], 4)
+    assert [len(b.cases) for b in odd] == [4, 3] and [c.key for c in odd[1].padded_cases] == ["2", "1", "0", "0"]
     with pytest.raises(KvjaxError, match="at least 1 row, got 0"):
-        batches(cases, 0)
+        make_batches(cases, 0)
 
 
 def test_room_for_what_follows_is_counted_apart():
@@ -171,7 +174,7 @@ def test_room_for_what_follows_is_counted_apart():
 
 def test_what_is_recorded():
     store = Memory()
-    right, _ = harness.shared(READER, kvjax.parse("full"), CASES, 4)
+    right, _ = harness.ask_shared_context(READER, kvjax.parse("full"), CASES, 4)
     first = dataclasses.replace(CASES[0].asks[0], references=("no", right[0][0]), about={"depth": 0.5})
     told = dataclasses.replace(CASES[0], asks=(first, CASES[0].asks[1]))
     evaluate(MODEL, ["full"], [told, *CASES[1:], *TEXTS, *TALKS], store, batch=3)
@@ -218,7 +221,7 @@ def ran(monkeypatch):
         return [[c.key for c in rows] for _ in rows[0].asks], size
 
     found = Ran()
-    monkeypatch.setattr(harness, "shared", stand_in)
+    monkeypatch.setattr(harness, "ask_shared_context", stand_in)
     return found
 
 
@@ -241,7 +244,7 @@ def test_speed_is_measured_once_per_method_and_length(monkeypatch):
     (found,) = store.records
     assert (found["task"], found["key"], found["about"]) == ("speed", "speed/44", {"length": 44, "batch": 3})
     assert found["prefill_seconds"] > 0 and found["tokens_per_second"] > 0 and found["bytes"]["device"] > 0
-    monkeypatch.setattr(harness, "speed", None)
+    monkeypatch.setattr(harness, "measure_speed", None)
     evaluate(MODEL, ["full"], [], store, batch=3, speed=[44])
     assert store.records == [found]
 

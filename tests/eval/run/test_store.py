@@ -15,7 +15,7 @@ RUN = {
     "dtype": "float32",
     "seed": 0,
     "batch": 2,
-    "seen": False,
+    "question_aware": False,
     "device": "cpu",
     "methods": ["full"],
     "tasks": ["niah"],
@@ -39,13 +39,13 @@ def record(i, **more):
 
 
 def write(directory, *records, **changes):
-    with store.opened(directory, RUN | changes) as s:
+    with store.open_store(directory, RUN | changes) as s:
         s.append(records)
 
 
 def test_records_come_back_in_order(tmp_path):
     write(tmp_path, record(0), record(1))
-    with store.opened(tmp_path, RUN) as s:
+    with store.open_store(tmp_path, RUN) as s:
         assert s.records == [record(0), record(1)] == store.read(tmp_path)
         assert s.find("full", "niah", "niah/1") == record(1) and s.find("full", "niah", "niah/2") is None
         s.append([record(1, scores=[1.0]), record(2)])  # what is done stays as it was
@@ -79,10 +79,10 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
 
 
 def test_one_writer_at_a_time(tmp_path):
-    with store.opened(tmp_path, RUN) as s:
+    with store.open_store(tmp_path, RUN) as s:
         with (
             pytest.raises(KvjaxError, match="another process writes .*wait until it is done"),
-            store.opened(tmp_path, RUN),
+            store.open_store(tmp_path, RUN),
         ):
             pass
         s.append([record(0)])
@@ -91,7 +91,7 @@ def test_one_writer_at_a_time(tmp_path):
 
 
 def test_run_json_is_written_with_the_first_record(tmp_path):
-    with store.opened(tmp_path, RUN) as s:
+    with store.open_store(tmp_path, RUN) as s:
         assert not (tmp_path / store.RUN).exists()
         s.append([record(0)])
         assert store.read_run(tmp_path) == RUN
@@ -137,7 +137,7 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
 def test_a_number_that_is_none_is_refused_before_anything_is_written(tmp_path):
     says = r"the record of full on niah/1 cannot be written as JSON \(.*\); mend the task or its metric"
     for value in (float("nan"), {1, 2}):
-        with pytest.raises(KvjaxError, match=says), store.opened(tmp_path, RUN) as s:
+        with pytest.raises(KvjaxError, match=says), store.open_store(tmp_path, RUN) as s:
             s.append([record(0), record(1, bits=value)])
     assert store.read(tmp_path) == [] and not (tmp_path / store.RUN).exists()
 
@@ -145,3 +145,12 @@ def test_a_number_that_is_none_is_refused_before_anything_is_written(tmp_path):
 def test_the_digest_is_that_of_the_checkpoint():
     assert len(store.digest("testbed")) == 64 and store.digest("random") is None
     json.dumps(store.machine())
+
+
+def test_files_of_earlier_versions_are_read_under_the_new_names(tmp_path):
+    write(tmp_path, record(0) | {"meant": "0123"})
+    run = json.loads((tmp_path / store.RUN).read_text())
+    (tmp_path / store.RUN).write_text(json.dumps({"seen" if k == "question_aware" else k: v for k, v in run.items()}))
+    assert store.read(tmp_path)[0]["method_hash"] == "0123" and store.read_run(tmp_path)["question_aware"] is False
+    with store.open_store(tmp_path, RUN) as s:  # it goes on
+        assert len(s.records) == 1

@@ -11,10 +11,10 @@ import pytest
 
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import command, evaluate, harness
+from kvjax.eval.run import eval_command, evaluate, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.chat_format import NOW, framed
+from kvjax.eval.tasks.chat_format import NOW, chat_format
 from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def test_prompts_are_what_the_template_writes(site, name, source):
     case, plain = (made(name, model, depths=1, lengths=(2500,), chat=chat)[0] for chat in (None, False))
     assert case.turns == plain.turns and len(case.asks) == len(plain.asks)
     assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 2500
-    head, tail = framed(model, Spec()).head, framed(model, Spec()).tail
+    head, tail = chat_format(model, Spec()).head, chat_format(model, Spec()).tail
     user = said(model, case.context).removeprefix(head)
     assert user.endswith("\n") and case.context.tolist() == model.tokenizer.encode(head + user, special_tokens=False)
     ids, talk = [*case.context], []
@@ -72,7 +72,7 @@ def test_prompts_are_what_the_template_writes(site, name, source):
         ids += [*ask.prompt]
         assert said(model, np.array(ids)) == written
         assert ids == model.tokenizer.encode(written, special_tokens=False)
-        ids += [*harness.reference(model, ask)]
+        ids += [*harness.reference_ids(model, ask)]
         talk += [{"role": "assistant", "content": f"{opening} {ask.references[0]}"}]
 
 
@@ -123,11 +123,11 @@ def test_a_template_that_hides_messages_is_told(site, source):
 
 def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
     given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
-    assert [command.specification(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
+    assert [eval_command.make_spec(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
         None,
         True,
         False,
     ]
-    monkeypatch.setattr(command, "load", lambda *_, **__: BYTES)
+    monkeypatch.setattr(eval_command, "load", lambda *_, **__: BYTES)
     assert cli.main(["eval", "--chat", "--tasks", "niah"]) == 2
     assert "this model has no chat template, which --chat asks for" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.metrics import METRICS
-from kvjax.eval.tasks.public import PUBLIC
+from kvjax.eval.tasks.suite import BENCHMARKS
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def xsum(tmp_path):
 
 
 def cases(task, data, *lengths, contexts=8):
-    return list(PUBLIC[task](MODEL, Spec(lengths=lengths or (8192,), contexts=contexts, data=data)))
+    return list(BENCHMARKS[task](MODEL, Spec(lengths=lengths or (8192,), contexts=contexts, data=data)))
 
 
 def texts(case):

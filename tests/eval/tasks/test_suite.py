@@ -69,7 +69,7 @@ def test_two_cases_of_one_key_are_refused():
 
 
 def test_each_task_is_described_by_one_line():
-    assert suite.described()["niah"] == "One line."
+    assert suite.describe_tasks()["niah"] == "One line."
 
 
 def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):

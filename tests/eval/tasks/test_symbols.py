@@ -11,8 +11,8 @@ import pytest
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.symbols import FAMILIES
-from kvjax.eval.tasks.synthetic import SYNTHETIC
+from kvjax.eval.tasks.suite import SYNTHETIC
+from kvjax.eval.tasks.symbols import SYMBOL_TASKS
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
@@ -69,7 +69,7 @@ def solved(name: str, tokens: list[int], prompt: list[int]) -> list[list[int]]:
     return [[v for k in prompt[1:] for v in facts[k][0]]]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SYMBOL_TASKS)
 def test_answers_are_in_the_context(name):
     cases = made(name)
     assert [c.key for c in cases] == [f"{name}/{n}/{i}" for n in SPEC.lengths for i in range(3)]
@@ -88,8 +88,8 @@ def test_answers_are_in_the_context(name):
 
 
 def test_the_number_of_questions():
-    found = {name: len(made(name)[0].asks) for name in FAMILIES}
-    single = {n for n in FAMILIES if "single" in n} | {"ruler.cwe", "ruler.fwe"}
+    found = {name: len(made(name)[0].asks) for name in SYMBOL_TASKS}
+    single = {n for n in SYMBOL_TASKS if "single" in n} | {"ruler.cwe", "ruler.fwe"}
     assert {n for n, asks in found.items() if asks == 1} == single
     assert all(asks == 3 for n, asks in found.items() if n not in single)
     assert len(made("shared", Spec((700,), 1, 20))[0].asks) == 20
@@ -98,8 +98,8 @@ def test_the_number_of_questions():
 def test_names_of_ruler_mean_the_same_in_both_forms():
     from kvjax.eval.tasks import ruler
 
-    assert {n for n in FAMILIES if not n.startswith("symbols.")} == set(ruler.TASKS)
-    assert {"niah", "ppl", "completion", "completion.exact", *FAMILIES} == set(SYNTHETIC)
+    assert {n for n in SYMBOL_TASKS if not n.startswith("symbols.")} == set(ruler.TASKS)
+    assert {"niah", "ppl", "completion", "completion.exact", *SYMBOL_TASKS} == set(SYNTHETIC)
     assert all(maker.__doc__ for maker in SYNTHETIC.values())
 
 
@@ -107,7 +107,7 @@ def flat(cases: list[Case]) -> list:
     return [(c.context.tolist(), [(a.prompt.tolist(), a.references) for a in c.asks]) for c in cases]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SYMBOL_TASKS)
 def test_the_same_instances_at_every_call_and_others_for_another_seed(name):
     first = flat(made(name))
     assert first == flat(made(name))
@@ -127,7 +127,7 @@ def test_seeds_are_no_training_seeds(monkeypatch):
     seeds = []
     monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed))
     for seed in range(50):
-        symbols.generator(Spec(seed=seed), "ruler.vt", 1024, 0)
+        symbols.instance_generator(Spec(seed=seed), "ruler.vt", 1024, 0)
     assert len(set(seeds)) == 50
     assert all(2**127 <= s < 2**128 for s in seeds)  # a training seed and its step take 64 bits
 
@@ -143,7 +143,7 @@ def test_fillers_are_code_noise_or_the_file(tmp_path):
     assert set(body(case)) == set(file.read_bytes()) and case.context.max() > 260
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SYMBOL_TASKS)
 def test_the_error_names_the_shortest_length_that_works(name):
     with pytest.raises(KvjaxError, match=f"'{name}' does not fit in 2 tokens; use a length of at least") as e:
         made(name, Spec((2,), 1))

@@ -8,8 +8,9 @@ import pytest
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Case, Spec
-from kvjax.eval.tasks.synthetic import SYNTHETIC
-from kvjax.eval.tasks.texts import COMPLETE, NEXT, context_ids, largest, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
+from kvjax.eval.tasks.suite import SYNTHETIC
+from kvjax.eval.tasks.texts import COMPLETE, NEXT
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import corpus, vocab
@@ -33,7 +34,7 @@ def body(model: Model, ids: np.ndarray) -> str:
 def test_windows_of_text(model):
     cases = made("ppl", model)
     assert [c.key for c in cases] == [f"ppl/{n}/{i}" for n in (200, 600) for i in range(3)]
-    source = symbols.source(Spec())
+    source = symbols.read_source(Spec())
     places = []
     for case in cases:
         length = case.about["length"]
@@ -81,7 +82,7 @@ def test_a_text_that_is_too_short(model, tmp_path):
 
 @ALL
 def test_the_next_line(model):
-    source = symbols.source(Spec())
+    source = symbols.read_source(Spec())
     cases, strict = made("completion", model), made("completion.exact", model)
     for case, other in zip(cases, strict, strict=True):
         length, (ask,) = case.about["length"], case.asks
@@ -131,7 +132,7 @@ def test_contexts_open_and_questions_do_not():
 def test_the_largest_that_fits(cost):
     for limit in (0, 1, 30, 199, 1000, 54321):
         calls: list[int] = []
-        found = largest(lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
+        found = find_largest(lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
         if found is None:
             assert cost(1) > limit
             continue

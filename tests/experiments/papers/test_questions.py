@@ -18,7 +18,7 @@ from experiments.papers.kcache import table2 as kcache_table2
 from experiments.papers.kvcrush import table3 as kvcrush_table3
 from kvjax import KvjaxError, Model
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.chat_format import framed
+from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testing import toy_model
@@ -58,7 +58,7 @@ def test_the_answer_goes_on_where_the_question_ends(site, model, task):
             key, value = re.search(r"for (\S+) mentioned in the provided text is (\S+)$", whole).groups()
             assert facts[key] == value and q.prompt.tolist() == ask.prompt.tolist()
             assert q.right(q.answer) and q.depth == ask.about["depth"]
-        assert said(model, instance.between) == framed(model, Spec()).between
+        assert said(model, instance.between) == chat_format(model, Spec()).between
 
 
 def cut_short(instance: tasks.Instance) -> tasks.Instance:

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.explore import command
+from kvjax.explore import explore_command
 from kvjax.models.model import load
 
 TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
@@ -23,14 +23,14 @@ def test_a_watched_cache_does_not_say_that_it_saves_nothing(tmp_path):
     given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "page.html"), "--steps", "1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))
+        explore_command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))
 
 
 @pytest.fixture
 def explore(tmp_path):
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
-    return lambda *args: command.run(cli._parser().parse_args([*given, *args]))
+    return lambda *args: explore_command.run(cli._parser().parse_args([*given, *args]))
 
 
 def test_it_writes_a_page_and_says_how_large_it_is(explore, tmp_path, capsys):
@@ -63,8 +63,11 @@ def test_what_cannot_be_done_is_said_with_what_can(explore, args, says):
 
 
 def test_a_text_that_no_page_could_show_is_refused(explore, tmp_path):
-    (tmp_path / "text.py").write_text("x = 1\n" * command.MOST, encoding="utf-8")
-    with pytest.raises(KvjaxError, match=f"a page shows at most {command.MOST}; use --tokens {command.MOST}"):
+    (tmp_path / "text.py").write_text("x = 1\n" * explore_command.MOST_TOKENS, encoding="utf-8")
+    with pytest.raises(
+        KvjaxError,
+        match=f"a page shows at most {explore_command.MOST_TOKENS}; use --tokens {explore_command.MOST_TOKENS}",
+    ):
         explore()
 
 

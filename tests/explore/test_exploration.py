@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from kvjax.core.attention import causal_attention
 from kvjax.engine.positions import token_positions
-from kvjax.explore import state
-from kvjax.explore.record import explored
+from kvjax.explore import token_codes
+from kvjax.explore.exploration import explore
 from kvjax.models.decoder import Decoder
 from kvjax.testing import toy_model
 from tests.contract.test_conformance import LastTokens
@@ -36,6 +36,11 @@ METHODS = (
 SNAPKV, KVCRUSH, MERGING, KIVI, KIVI_HOST, KCACHE, STREAMING, ADAKV, MIKV, SPECACHE, MINICACHE = METHODS[1:]
 
 
+def level_error(level: int) -> float:
+    """The error of a level, as a fraction of the vector's length."""
+    return 2.0 ** (token_codes.LEAST_LOG2 + token_codes.STEP_LOG2 * level) if level else 0.0
+
+
 @pytest.fixture(scope="module")
 def model():
     return toy_model(layers=2)
@@ -45,7 +50,7 @@ def model():
 def found(model):
     own = LastTokens(9)
     said = []
-    record = explored(model, PROMPT, [*METHODS, own], STEPS, said.append)
+    record = explore(model, PROMPT, [*METHODS, own], STEPS, said.append)
     assert said == ["full", *METHODS, kvjax.name_of(own)]
     return record
 
@@ -76,27 +81,27 @@ def positions(context):
 @pytest.mark.parametrize("method", [KVCRUSH, MERGING, KIVI_HOST, STREAMING, ADAKV, MIKV, MINICACHE])
 def test_what_is_held_is_what_a_cache_holds_that_nobody_watches(model, found, by_name, method):
     before, *after = map(positions, caches(model, method, found))
-    watched = by_name[method].held
+    watched = by_name[method].status_codes
     for step, then in enumerate(after):
         bits = watched[:, :, step]
-        assert np.array_equal(bits & state.HELD > 0, before | then)
-        assert np.array_equal(bits & state.LEAVES > 0, before & ~then)
+        assert np.array_equal(bits & token_codes.HELD > 0, before | then)
+        assert np.array_equal(bits & token_codes.LEAVES > 0, before & ~then)
         before = then
 
 
 @pytest.mark.parametrize("method", [KVCRUSH, KIVI_HOST, STREAMING, SPECACHE])
 def test_a_method_that_is_watched_answers_as_ever(model, found, by_name, method):
     plain = kvjax.generate(model, [PROMPT], method, max_new_tokens=STEPS, capacity=64)
-    assert by_name[method].own == plain.tokens[0]
+    assert by_name[method].own_answer == plain.tokens[0]
     bytes_ = kvjax.state_bytes(kvjax.prefill(model, [PROMPT], method, capacity=64)[1])
     assert by_name[method].bytes == bytes_
 
 
 def test_the_answer_is_that_of_full_whichever_methods_are_asked_for(model, found, by_name):
-    alone = explored(model, PROMPT, SNAPKV, 2)
-    assert found.answer[:2] == alone.answer and by_name["full"].own == found.answer
+    alone = explore(model, PROMPT, SNAPKV, 2)
+    assert found.answer[:2] == alone.answer and by_name["full"].own_answer == found.answer
     assert found.likeliest[:-1] == found.answer[1:] and by_name["full"].likeliest == found.likeliest
-    assert not by_name["full"].lost.any() and not by_name["full"].off.any()
+    assert not by_name["full"].lost_attention.any() and not by_name["full"].error_codes.any()
 
 
 def exact_attention(model, ids):
@@ -127,7 +132,7 @@ def test_exact_attention_is_that_of_numpy_and_sums_to_one(model, found):
 
 def test_a_sliding_window_gets_no_attention_beyond_it():
     model = toy_model(layers=2, windows=(6, 6))
-    record = explored(model, PROMPT, "full", 2)
+    record = explore(model, PROMPT, "full", 2)
     assert not record.attention[:, :, 0, : len(PROMPT) - 5].any()
     np.testing.assert_allclose(record.attention.sum(3), 1, atol=1e-5)
 
@@ -140,71 +145,73 @@ def test_lost_attention_is_that_of_numpy(model, found, by_name, method):
         there = held[step].copy()
         there[:, :, len(PROMPT) + step] = True  # its own token
         gone = np.where(there, 0, exact[:, :, step]).sum(-1)
-        np.testing.assert_allclose(by_name[method].lost[:, :, step], gone, atol=1e-5)
+        np.testing.assert_allclose(by_name[method].lost_attention[:, :, step], gone, atol=1e-5)
         assert gone.max() > 0.05
 
 
 def test_streaming_llm_loses_its_oldest_recent_token_in_each_step(by_name):
     for step in range(STEPS):
-        bits = by_name[STREAMING].held[0, 0, step]
+        bits = by_name[STREAMING].status_codes[0, 0, step]
         n = len(PROMPT) + step
         assert np.flatnonzero(bits).tolist() == [0, 1, *range(n - 6, n + 1)]
-        assert np.flatnonzero(bits & state.LEAVES).tolist() == [n - 6]
+        assert np.flatnonzero(bits & token_codes.LEAVES).tolist() == [n - 6]
 
 
 def test_kivi_holds_its_residual_exactly_and_the_rest_in_few_bits(by_name):
     for step in range(STEPS):
-        off, n = by_name[KIVI].off[0, 0, step], len(PROMPT) + step + 1
+        off, n = by_name[KIVI].error_codes[0, 0, step], len(PROMPT) + step + 1
         keys, values = (n - 1) // 8 * 8, max(n - 1 - 8, 0)  # what was due when the newest token came
         at = np.arange(n)
         assert np.array_equal(off[:n] >> 4 > 0, at < keys) and np.array_equal(off[:n] & 15 > 0, at < values)
 
 
 def test_host_memory_holds_codes_and_not_what_a_residual_has(by_name):
-    bits, off = (x[0, 0, -1, : len(PROMPT) + STEPS] for x in (by_name[KIVI_HOST].held, by_name[KIVI_HOST].off))
-    assert np.array_equal(bits & state.KEY_HOST > 0, off >> 4 > 0)
-    assert np.array_equal(bits & state.VALUE_HOST > 0, off & 15 > 0) and (off == 0).any() and (off > 0).any()
+    bits, off = (
+        x[0, 0, -1, : len(PROMPT) + STEPS] for x in (by_name[KIVI_HOST].status_codes, by_name[KIVI_HOST].error_codes)
+    )
+    assert np.array_equal(bits & token_codes.KEY_HOST > 0, off >> 4 > 0)
+    assert np.array_equal(bits & token_codes.VALUE_HOST > 0, off & 15 > 0) and (off == 0).any() and (off > 0).any()
 
 
 def test_kcache_has_values_on_the_host_but_for_its_first_layer(by_name):
-    bits = by_name[KCACHE].held[:, :, -1]
-    assert np.all(bits[0] == state.HELD) and np.all(bits[1] == state.HELD | state.VALUE_HOST)
-    assert not by_name[KCACHE].off.any()
+    bits = by_name[KCACHE].status_codes[:, :, -1]
+    assert np.all(bits[0] == token_codes.HELD) and np.all(bits[1] == token_codes.HELD | token_codes.VALUE_HOST)
+    assert not by_name[KCACHE].error_codes.any()
 
 
 def test_representatives_are_the_same_in_all_heads_and_exact(by_name):
-    marked = by_name[KVCRUSH].held & state.REPRESENTS > 0
+    marked = by_name[KVCRUSH].status_codes & token_codes.REPRESENTS > 0
     assert np.array_equal(marked[:, 0], marked[:, 1])
     assert (marked[:, :, 0].sum(-1) == 3).all()  # half of the 8 tokens but the window of 2
-    assert not marked[..., len(PROMPT) - 2 :].any() and not by_name[KVCRUSH].off.any()
-    assert not (by_name[SNAPKV].held & state.REPRESENTS).any()
+    assert not marked[..., len(PROMPT) - 2 :].any() and not by_name[KVCRUSH].error_codes.any()
+    assert not (by_name[SNAPKV].status_codes & token_codes.REPRESENTS).any()
 
 
 def test_merged_tokens_are_those_whose_values_changed(by_name):
-    merged, off = by_name[MERGING].held & state.MERGED > 0, by_name[MERGING].off
+    merged, off = by_name[MERGING].status_codes & token_codes.MERGED > 0, by_name[MERGING].error_codes
     assert merged.any() and np.array_equal(merged, off > 0) and not (off >> 4).any()
 
 
 def test_a_low_tier_is_told_apart(by_name):
-    bits, off = (x[0, :, 0, : len(PROMPT)] for x in (by_name[MIKV].held, by_name[MIKV].off))
-    assert (bits == state.HELD).all() and ((off > 0).sum(-1) == len(PROMPT) // 2).all()
+    bits, off = (x[0, :, 0, : len(PROMPT)] for x in (by_name[MIKV].status_codes, by_name[MIKV].error_codes))
+    assert (bits == token_codes.HELD).all() and ((off > 0).sum(-1) == len(PROMPT) // 2).all()
 
 
 def test_what_cannot_be_told_is_said(by_name, found):
-    untold = by_name[MINICACHE].held & state.UNTOLD > 0
-    assert untold.any() and not by_name[MINICACHE].off[untold].any()
-    foreign = found.methods[-1].held
-    assert (foreign[foreign > 0] & state.UNTOLD > 0).all()
-    assert by_name[SPECACHE].aside and not by_name[KIVI].aside
+    untold = by_name[MINICACHE].status_codes & token_codes.UNTOLD > 0
+    assert untold.any() and not by_name[MINICACHE].error_codes[untold].any()
+    foreign = found.methods[-1].status_codes
+    assert (foreign[foreign > 0] & token_codes.UNTOLD > 0).all()
+    assert by_name[SPECACHE].has_reader_state and not by_name[KIVI].has_reader_state
 
 
 def test_an_answer_ends_where_the_model_ends_it(model, found):
     ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(found.answer[1],)))
-    short = explored(ending, PROMPT, "full", STEPS)
+    short = explore(ending, PROMPT, "full", STEPS)
     stop = found.answer.index(found.answer[1]) + 1
     assert short.answer == found.answer[:stop] and short.attention.shape[2] == stop
 
 
 def test_levels_of_errors_are_those_of_the_page():
-    assert state.error_of(0) == 0 and state.error_of(state.LEVELS) == 1
-    assert state.error_of(1) < 0.004
+    assert level_error(0) == 0 and level_error(token_codes.LEVELS) == 1
+    assert level_error(1) < 0.004

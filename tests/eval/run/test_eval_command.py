@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from kvjax import cli
-from kvjax.eval.run import command, harness, store
+from kvjax.eval.run import eval_command, harness, store
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models import checkpoint
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 METHODS = "full; snapkv:budget=16,window=4"
 TIMES = ("prefill_seconds", "tokens_per_second")
 
@@ -69,7 +69,7 @@ def child(argv, wait):
     jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cli.use_compilation_cache = lambda: None
-    command.summarise = tables
+    eval_command.summarize = tables
     stub(wait)
     sys.exit(cli.main(argv))
 
@@ -78,7 +78,7 @@ def tables(out):
     """Only the CSV file of the summary, which is what a killed run must not change."""
     from kvjax.eval.page import summary
 
-    summary.write_csv(summary.rows(store.read(out)), out / command.CSV)
+    summary.write_csv(summary.rows(store.read(out)), out / eval_command.CSV)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def toy(monkeypatch, model):
 def start(model, out, wait):
     argv = ["eval", "--model", model, "--methods", METHODS, "--tasks", "asking,text", "--lengths", "40,44"]
     argv += ["--contexts", "6", "--batch", "2", "--out", str(out)]
-    code = f"from tests.eval.run.test_eval_cli import child; child({argv!r}, {wait})"
+    code = f"from tests.eval.test_eval_command import child; child({argv!r}, {wait})"
     env = os.environ | {"KVJAX_CACHE": jax.config.jax_compilation_cache_dir, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -115,9 +115,9 @@ def finish(process):
 def found(out):
     """The records without their times, sorted, and the summary without its times."""
     records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
-    with (out / command.CSV).open() as f:
+    with (out / eval_command.CSV).open() as f:
         rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
-    return sorted(records, key=store.key), rows
+    return sorted(records, key=store.record_key), rows
 
 
 def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path, model):
@@ -152,7 +152,7 @@ def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     assert (tmp_path / store.RECORDS).read_bytes().startswith(before)
     run = store.read_run(tmp_path)
     assert run["methods"] == ["full", "snapkv:budget=16,window=4"] and run["tasks"] == ["asking", "text"]
-    assert run["digest"] == store.digest(toy[2]) and (run["lengths"], run["seen"]) == ([40], False)
+    assert run["digest"] == store.digest(toy[2]) and (run["lengths"], run["question_aware"]) == ([40], False)
     assert len(store.read(tmp_path)) == 2 * (3 + 3)
     (tmp_path / "report.html").unlink()
     assert cli.main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
@@ -163,12 +163,19 @@ def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     [
         (["--seed", "1"], "seed was 0 and is now 1"),
         (["--batch", "2"], "batch was 3 and is now 2"),
-        (["--seen"], "seen was False and is now True"),
+        (["--question-aware"], "question_aware was False and is now True"),
         (["--dtype", "bfloat16"], "dtype was 'float32' and is now 'bfloat16'"),
     ],
 )
 def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, says):
-    wanted = {"model": toy[2], "digest": store.digest(toy[2]), "dtype": "float32", "seed": 0, "batch": 3, "seen": False}
+    wanted = {
+        "model": toy[2],
+        "digest": store.digest(toy[2]),
+        "dtype": "float32",
+        "seed": 0,
+        "batch": 3,
+        "question_aware": False,
+    }
     (tmp_path / store.RUN).write_text(json.dumps(wanted | {"device": jax.devices()[0].device_kind}))
     assert cli.main([*toy, "--out", str(tmp_path), *more]) == 2
     assert says in capsys.readouterr().err
@@ -217,11 +224,17 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
     measured = []
-    compare = command.compare
+    compare = eval_command.compare
     monkeypatch.setattr(
-        command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
+        eval_command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
     )
     assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
-    assert (tmp_path / command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
+    assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     assert "plots need matplotlib" in capsys.readouterr().err
+
+
+def test_the_old_name_of_an_option_answers_with_the_new_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["eval", "--seen"])
+    assert "--seen is now called --question-aware" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.eval.run import reader
-from kvjax.eval.run.reader import Reader
+from kvjax.eval.run import context_reader
+from kvjax.eval.run.context_reader import ContextReader
 from kvjax.testing import toy_model
 
 MODEL = toy_model()
@@ -24,20 +24,20 @@ METHODS = (
 @pytest.fixture
 def readings(monkeypatch):
     """How many rows were read exactly, call by call."""
-    counts, exactly = [], reader.read_exactly
+    counts, exactly = [], context_reader.read_exactly
 
     def counted(model, rows, **more):
         counts.append(len(rows))
         return exactly(model, rows, **more)
 
-    monkeypatch.setattr(reader, "read_exactly", counted)
+    monkeypatch.setattr(context_reader, "read_exactly", counted)
     return counts
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_reads_as_read_does(method):
     want = kvjax.read(MODEL, ROWS, method, room=20, width=64)
-    got = Reader(MODEL).read(ROWS, method, room=20, width=64)
+    got = ContextReader(MODEL).read(ROWS, method, headroom_tokens=20, width=64)
     np.testing.assert_allclose(got.last, want.last, atol=1e-5)
     assert got.cache.capacity == want.cache.capacity and got.bytes == want.bytes
     for a, b in zip(got.kept_positions(), want.kept_positions(), strict=True):
@@ -48,28 +48,28 @@ def test_it_reads_as_read_does(method):
 
 
 def test_rows_go_through_the_model_once(readings):
-    reads = Reader(MODEL)
+    reads = ContextReader(MODEL)
     for method in ("full", "snapkv:budget=8,window=4", "kivi:bits=2,group=8,residual=8"):
-        reads.read(ROWS, method, room=20, width=64)
-        reads.read(ROWS[:1], method, room=20, width=64)
+        reads.read(ROWS, method, headroom_tokens=20, width=64)
+        reads.read(ROWS[:1], method, headroom_tokens=20, width=64)
     assert readings == [2, 1]
 
 
 def test_the_oldest_rows_go_where_memory_is_short(readings, monkeypatch):
-    reads = Reader(MODEL)
-    monkeypatch.setattr(reads, "_most", lambda: 2 * reads._size(1, 64))
+    reads = ContextReader(MODEL)
+    monkeypatch.setattr(reads, "_max_exact_bytes", lambda: 2 * reads._exact_bytes(1, 64))
     for row in (0, 1, 0, 1, 0):
-        reads.read(ROWS[row : row + 1], "full", room=20, width=64)
+        reads.read(ROWS[row : row + 1], "full", headroom_tokens=20, width=64)
     assert readings == [1, 1]
-    reads.read([ROWS[0][:5]], "full", room=20, width=64)
-    reads.read(ROWS[1:], "full", room=20, width=64)
+    reads.read([ROWS[0][:5]], "full", headroom_tokens=20, width=64)
+    reads.read(ROWS[1:], "full", headroom_tokens=20, width=64)
     assert readings == [1, 1, 1]
-    reads.read(ROWS[:1], "full", room=20, width=64)
+    reads.read(ROWS[:1], "full", headroom_tokens=20, width=64)
     assert readings == [1, 1, 1, 1]
 
 
 def test_rows_too_large_to_be_kept_are_read_by_each_method(readings, monkeypatch):
-    reads = Reader(MODEL)
-    monkeypatch.setattr(reads, "_most", lambda: reads._size(2, 64) - 1)
-    context = reads.read(ROWS, "full", room=20, width=64)
+    reads = ContextReader(MODEL)
+    monkeypatch.setattr(reads, "_max_exact_bytes", lambda: reads._exact_bytes(2, 64) - 1)
+    context = reads.read(ROWS, "full", headroom_tokens=20, width=64)
     assert not readings and context.cache.length.tolist() == [39, 11]

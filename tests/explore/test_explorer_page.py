@@ -11,8 +11,8 @@ import zlib
 import numpy as np
 import pytest
 
-from kvjax.explore import page, state
-from kvjax.explore.pieces import pieces
+from kvjax.explore import explorer_page, token_codes
+from kvjax.explore.token_texts import token_texts
 from kvjax.models.model import load
 from tests.eval.page.test_report import Page
 from tests.explore.made_up import HOSTILE, Words, record
@@ -25,7 +25,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def text(found):
-    return page.render(found, Words(), 'a</title>"<b>.txt')
+    return explorer_page.render(found, Words(), 'a</title>"<b>.txt')
 
 
 def given(text):
@@ -71,18 +71,18 @@ def test_what_is_packed_is_what_was_recorded(text, found):
         shares = (unpacked(data["attention"][layer], shape) / 255.0) ** 4
         np.testing.assert_allclose(shares, found.attention[layer], rtol=0.03, atol=2e-5)
         for method, kept in zip(data["methods"], found.methods, strict=True):
-            assert np.array_equal(unpacked(method["held"][layer], shape), kept.held[layer])
-            assert np.array_equal(unpacked(method["off"][layer], shape), kept.off[layer])
+            assert np.array_equal(unpacked(method["held"][layer], shape), kept.status_codes[layer])
+            assert np.array_equal(unpacked(method["off"][layer], shape), kept.error_codes[layer])
     lost = unpacked(data["methods"][2]["lost"], found.attention.shape[:3], "<u2") / 65535
-    np.testing.assert_allclose(lost, found.methods[2].lost, atol=1e-5)
+    np.testing.assert_allclose(lost, found.methods[2].lost_attention, atol=1e-5)
 
 
 def test_it_begins_with_two_methods_where_they_lose_the_most(text, found):
     first = given(text)["first"]
     assert first["sides"] == [1, 2]
-    lost = found.methods[1].lost.mean(2) + found.methods[2].lost.mean(2)
+    lost = found.methods[1].lost_attention.mean(2) + found.methods[2].lost_attention.mean(2)
     assert lost[first["layer"], first["head"]] == lost.max()
-    assert page.first(record(methods=("full",)))["sides"] == [0]
+    assert explorer_page.first_view(record(methods=("full",)))["sides"] == [0]
 
 
 def test_own_answers_are_divided_where_they_part(text, found):
@@ -91,23 +91,23 @@ def test_own_answers_are_divided_where_they_part(text, found):
 
 
 def test_bits_of_scripts_are_those_of_the_record():
-    script = (page.WEB / "data.js").read_text()
+    script = (explorer_page.WEB / "data.js").read_text()
     named = dict(re.findall(r"([A-Z_]+) = (\d+)", script))
-    assert {name: int(bit) for name, bit in named.items()} == {name: getattr(state, name) for name in named}
+    assert {name: int(bit) for name, bit in named.items()} == {name: getattr(token_codes, name) for name in named}
     assert len(named) == 7
 
 
 def test_a_long_text_on_many_heads_stays_below_ten_megabytes():
     large = record(1000, 32, 30, 9, ("a", "b", "c"))
-    assert len(page.render(large, None, "text")) < 10e6
+    assert len(explorer_page.render(large, None, "text")) < 10e6
 
 
 def test_pieces_are_the_text():
     tokenizer = load("testbed").tokenizer
     said = "naïve 日本 🙂\n  x = 1"
     ids = tokenizer.encode(said)
-    found = pieces(tokenizer, ids)
+    found = token_texts(tokenizer, ids)
     assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False) and len(found) == len(ids)
     assert "🙂" in found and "\ufffd" not in "".join(found)
-    assert pieces(tokenizer, tokenizer.encode("🙂")[:1]) == ["\ufffd"]
-    assert pieces(None, [3, 4]) == ["#3 ", "#4 "]
+    assert token_texts(tokenizer, tokenizer.encode("🙂")[:1]) == ["\ufffd"]
+    assert token_texts(None, [3, 4]) == ["#3 ", "#4 "]

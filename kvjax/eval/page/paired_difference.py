@@ -1,0 +1,184 @@
+"""Two methods on the same cases: their difference, its error, and the verdict that it allows.
+
+Differences are taken case by case, averaged per task and length, and then over these; the error is that of this mean,
+for fixed tasks and random cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.cache.protocol import Traits
+from kvjax.errors import KvjaxError
+from kvjax.eval.page import summary
+from kvjax.eval.page.summary import Record
+from kvjax.methods.strings import Part, parse, split_methods
+
+SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
+NEAR_LOSS = 0.02  # a loss below this, in score or in bits per byte, counts as near
+NUM_ERRORS = 2  # standard errors that a difference has to exceed
+TOLERATED_LOSS = 0.05  # in score or in bits per byte: the most that a method of the page's headline may lose
+ENOUGH_CONTEXTS = 16  # with fewer, a method that fails one in ten shows no failure in more than one run of six
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """`mean` = `left` - `right`, its standard error (None with a single case), and over how many cases."""
+
+    mean: float
+    error: float | None
+    left: float
+    right: float
+    cases: int
+
+
+Value = Callable[[Record], float | None]
+
+
+def score(record: Record) -> float | None:
+    """Returns a case's mean score, 0 to 1."""
+    return float(np.mean(record["scores"])) if record["scores"] else None
+
+
+def bits(record: Record) -> float | None:
+    """Returns minus a case's bits per byte, so that more is better."""
+    return None if record.get("bits") is None else -record["bits"]
+
+
+def later_gain(record: Record) -> float | None:
+    """Returns the score of a conversation's later questions minus that of its first one."""
+    split = summary.first_later(record) if record.get("turns") else None
+    return split[1] - split[0] if split else None
+
+
+MEASURES: tuple[tuple[str, Value], ...] = (("score", score), ("bits per byte", bits))
+LATER = "score, later - first question"
+
+
+class MethodFacts(NamedTuple):
+    """The facts about a method that a report uses."""
+
+    traits: Traits
+    parts: tuple[Part, ...]  # the recipes that its name is made of; none for a user's own method
+
+    def part(self, recipe: str) -> Mapping[str, Any] | None:
+        """Returns the parameters of that recipe among its parts, or None."""
+        return next((part.values for part in self.parts if part.name == recipe), None)
+
+    def sole_part(self, recipe: str) -> Mapping[str, Any] | None:
+        """Returns the parameters of that recipe, if the method is nothing else."""
+        return self.part(recipe) if len(self.parts) == 1 else None
+
+    def other_parts(self, recipe: str) -> list[Part]:
+        """Returns the parts but that recipe, sorted."""
+        return sorted((part for part in self.parts if part.name != recipe), key=str)
+
+
+class RecordedRun:
+    """The records of a run by method and case, and facts about its methods."""
+
+    def __init__(self, records: Iterable[Record]):
+        self.cases: dict[str, dict[tuple, Record]] = {}
+        self.methods: dict[str, MethodFacts] = {}
+        for r in summary.latest(records):
+            if r["task"] != summary.SPEED:
+                self.cases.setdefault(r["method"], {})[r["task"], summary.length_of(r) or 0, r["key"]] = r
+        for name, cases in self.cases.items():
+            record = next(iter(cases.values()))
+            try:
+                self.methods[name] = MethodFacts(parse(name).traits, split_methods(name))
+            except KvjaxError:  # a user's own method, whose traits are in its records
+                if "traits" in record:
+                    self.methods[name] = MethodFacts(Traits(**record["traits"]), ())
+
+    @property
+    def full(self) -> str | None:
+        """The name of the exact method that keeps everything on the device."""
+        return next((name for name, m in self.methods.items() if m.traits.exact and not m.traits.host), None)
+
+    def difference(self, a: str, b: str, value: Value, task: str | None = None) -> Difference | None:
+        """Returns a - b over the cases that both have; None without any."""
+        strata: dict[tuple, list[tuple[float, float]]] = {}
+        for key in sorted(self.cases[a].keys() & self.cases[b].keys()):
+            x, y = value(self.cases[a][key]), value(self.cases[b][key])
+            if x is not None and y is not None and task in (None, key[0]):
+                strata.setdefault(key[:2], []).append((x, y))
+        return _average_strata([np.array(s) for s in strata.values()]) if strata else None
+
+    def differences_by_task(self, a: str, b: str, value: Value) -> tuple[tuple[str, Difference], ...]:
+        """Returns a - b for each task that both have."""
+        tasks = dict.fromkeys(task for task, _, _ in self.cases[a])
+        differences = ((task, self.difference(a, b, value, task)) for task in tasks)
+        return tuple((task, d) for task, d in differences if d)
+
+
+def _average_strata(strata: Sequence[np.ndarray]) -> Difference:
+    """Averages strata of cases, each [n 2]: the two methods' values of n cases."""
+    left, right = np.mean([s.mean(0) for s in strata], 0)
+    gaps = [s[:, 0] - s[:, 1] for s in strata]
+    cases = sum(map(len, gaps))
+    if min(map(len, gaps)) > 1:
+        error = math.sqrt(sum(g.var(ddof=1) / len(g) for g in gaps)) / len(gaps)
+    else:  # a stratum of a single case has no spread of its own, so all gaps are pooled
+        pooled = np.concatenate(gaps)
+        error = float(pooled.std(ddof=1)) / math.sqrt(cases) if cases > 1 else None
+    return Difference(float(left - right), error, float(left), float(right), cases)
+
+
+def judge_better(d: Difference) -> str:
+    """Returns the verdict on "left is better than right"."""
+    if d.error is None or abs(d.mean) <= NUM_ERRORS * d.error:
+        return WITHIN
+    return SHOWN if d.mean > 0 else NOT_SHOWN
+
+
+def judge_near(d: Difference) -> str:
+    """Returns the verdict on "left loses less than NEAR_LOSS against right"."""
+    if d.error is None:
+        return WITHIN
+    if -d.mean + NUM_ERRORS * d.error <= NEAR_LOSS:
+        return SHOWN
+    return NOT_SHOWN if -d.mean - NUM_ERRORS * d.error > NEAR_LOSS else WITHIN
+
+
+def keeps_up(d: Difference) -> bool:
+    """Whether enough contexts show that left loses at most TOLERATED_LOSS against right."""
+    return d.cases >= ENOUGH_CONTEXTS and d.error is not None and -d.mean + NUM_ERRORS * d.error <= TOLERATED_LOSS
+
+
+def format_number(x: float, measure: str) -> str:
+    """Formats a value of a measure: bits per byte, or percent."""
+    digits = f"{abs(x):.3f}" if measure.startswith("bits") else f"{abs(100 * x):.1f}"
+    return ("−" if x < 0 and float(digits) else "") + digits
+
+
+def format_difference(d: Difference, measure: str) -> str:
+    """Formats left - right as it is read (bits per byte: less is better), with its error."""
+    mean = -d.mean if measure.startswith("bits") else d.mean
+    error = "" if d.error is None else f" ± {format_number(d.error, measure)}"
+    return ("+" if mean >= 0 else "") + format_number(mean, measure) + error
+
+
+def describe_difference(d: Difference, measure: str, verdict: str) -> str:
+    """Describes a difference in numbers, with the reason if the verdict is not SHOWN."""
+    sign, unit = (-1, "bits per byte (less is better)") if measure.startswith("bits") else (1, "points")
+    left, right = (format_number(sign * x, measure) for x in (d.left, d.right))
+    is_level = measure != LATER and not measure.startswith("bits")  # a score, which can be near its ends
+    if verdict == SHOWN:
+        reason = ""
+    elif d.error is None:
+        reason = "; a single context has no error"
+    elif is_level and min(d.left, d.right) > 0.97:
+        reason = "; both near 100, so these tasks do not tell them apart"
+    elif is_level and max(d.left, d.right) < 0.03:
+        reason = "; both near 0, so these tasks do not tell them apart"
+    elif not d.mean and not d.error:
+        reason = "; the same in every context"
+    else:
+        reason = "; too few contexts to tell" if verdict == WITHIN else "; the run says the opposite"
+    return f"{left} beside {right}: {format_difference(d, measure)} {unit}, {d.cases:,} contexts{reason}"

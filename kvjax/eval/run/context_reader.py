@@ -1,0 +1,60 @@
+"""Contexts for evaluation: a batch that many methods are asked about goes through the model once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kvjax.cache.protocol import KVMethod
+from kvjax.core import memory
+from kvjax.generation.context import Context, read
+from kvjax.generation.inputs import round_up
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
+from kvjax.models.model import Model
+
+EXACT_MEMORY_FRACTION = 1 / 8
+"""The part of the installed memory that exact keys, values and queries may take."""
+
+
+class ContextReader:
+    """Reads contexts under methods; the exact keys, values and queries of the latest ones are kept for other methods.
+
+    Contexts whose exact tensors are too large to be kept are read anew under each method.
+
+    Args:
+      model: the model.
+      least_headroom_tokens: tokens that every context has room for, whatever is asked for.
+    """
+
+    def __init__(self, model: Model, least_headroom_tokens: int = 0):
+        self.model, self._least_headroom_tokens = model, least_headroom_tokens
+        self._exact: dict[tuple, FullKV] = {}  # the latest last
+
+    def read(
+        self, contexts: Sequence[np.ndarray], method: str | KVMethod, *, headroom_tokens: int, width: int
+    ) -> Context:
+        """Reads contexts as `kvjax.read` does."""
+        width, headroom_tokens = round_up(width), max(headroom_tokens, self._least_headroom_tokens)
+        most = self._max_exact_bytes()
+        if self._exact_bytes(len(contexts), width) > most:
+            return read(self.model, contexts, method, room=headroom_tokens, width=width)
+        ids = [np.asarray(context).tolist() for context in contexts]
+        key = width, tuple(map(tuple, ids))
+        if key not in self._exact:
+            # The oldest ones go before the new one is made, so that both never exceed the limit together.
+            while self._exact and sum(self._exact_bytes(len(ids), w) for w, ids in [*self._exact, key]) > most:
+                del self._exact[next(iter(self._exact))]
+            self._exact[key] = read_exactly(self.model, ids, width=width)
+        return self._exact[key].compress(method, capacity=max(round_up(max(map(len, ids)) + headroom_tokens), width))
+
+    def _max_exact_bytes(self) -> float:
+        installed = memory.installed_memory(jax.tree.leaves(self.model.params)[0].devices()).device
+        return EXACT_MEMORY_FRACTION * (math.inf if installed is None else installed)
+
+    def _exact_bytes(self, batch: int, width: int) -> int:
+        """Bytes of the exact keys, values and queries of all layers."""
+        c = self.model.config
+        return batch * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize

@@ -1,0 +1,132 @@
+"""The commands `kvjax eval` and `kvjax report`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from rich.console import Console
+
+from kvjax.errors import KvjaxError, KvjaxWarning
+from kvjax.eval.run import equal_bytes, store
+from kvjax.eval.run.bars import bars
+from kvjax.eval.run.compare import compare
+from kvjax.eval.run.comparison import TABLE_COLUMNS
+from kvjax.eval.tasks import data_files, suite
+from kvjax.eval.tasks.case import Spec
+from kvjax.eval.tasks.chat_format import chat_format
+from kvjax.eval.tasks.suite import split_words
+from kvjax.methods.strings import resolve, split_list
+from kvjax.models.model import Model, load
+
+CSV = "summary.csv"
+INSTALL = 'pip install "kvjax[eval]"'
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can."""
+    if args.list:
+        lines = suite.describe_tasks()
+        width = max(map(len, lines))
+        print("\n".join(f"{name:<{width}}  {line}" for name, line in lines.items()))
+        return
+    resolve(args.methods)  # a misspelled method is reported before a large model is loaded
+    tasks, spec = suite.expand(split_words(args.tasks)), make_spec(args)
+    shares = () if args.budget_bytes is None else equal_bytes.parse_shares(args.budget_bytes)
+    length, *others = spec.lengths
+    if shares and others:
+        raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
+    if missing := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
+        _say(f"without {' and '.join(missing)} there will be {CSV} and no page; for that: {INSTALL}")
+    model = load(args.model, dtype=args.dtype)
+    if spec.chat:
+        chat_format(model, spec)  # a missing template is reported now
+    most = model.config.max_positions
+    # Longer contexts are a choice (StreamingLLM and InfLLM are made for them), not a mistake.
+    if max(spec.lengths) > most:
+        _say(
+            f"{max(spec.lengths)} tokens are beyond the {most} positions that {model.name} was made for: expect all "
+            "methods to fail there that keep true positions, `full` too"
+        )
+    methods = _at_equal_bytes(model, args.methods, shares, length) if shares else args.methods
+    options = {"batch": args.batch, "question_aware": args.question_aware, "speed": not args.no_speed}
+    try:
+        with warnings.catch_warnings():
+            # Every method would warn of the positions again.
+            warnings.simplefilter("ignore", KvjaxWarning)
+            compare(
+                model, methods, tasks, spec, args.out, **options, rebuild=args.rebuild, progress=bars(), left_out=_say
+            )
+    except KeyboardInterrupt:
+        raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
+    if (args.out / store.RUN).is_file() and (note := store.read_run(args.out).get("rebuilt")):
+        _say(note)
+    summarize(args.out)
+
+
+def make_spec(args: argparse.Namespace) -> Spec:
+    """Checks the arguments and returns them as a Spec."""
+    for name, least in {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}.items():
+        if getattr(args, name) < least:
+            raise KvjaxError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if args.text is not None and not data_files.resolve_text_path(args.text).exists():
+        raise KvjaxError(
+            f"there is no file {args.text}; give --text a UTF-8 text, a folder of .txt files, or a name: "
+            f"{', '.join(data_files.NAMED_TEXTS)}"
+        )
+    if args.data is not None and not args.data.is_dir():
+        raise KvjaxError(f"there is no folder {args.data}; give --data the one with the benchmarks' files")
+    lengths: dict[int, None] = {}
+    for word in split_words(args.lengths):
+        if not word.isdecimal() or len(word) > 10 or not int(word):
+            raise KvjaxError(f"--lengths has {word!r:.60}, which is no number of tokens; for example 512,1024")
+        lengths[int(word)] = None
+    if not lengths:
+        raise KvjaxError("--lengths names no length; for example 512,1024")
+    return Spec(tuple(lengths), args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)
+
+
+def _say(line: str) -> None:
+    print(f"kvjax: {line}", file=sys.stderr)
+
+
+def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], length: int) -> list[str]:
+    """The methods at sizes that take these fractions of the bytes of `full`, which comes first; prints the misfits."""
+    fitted = equal_bytes.fit_methods(split_list(methods), shares, model.config, length)
+    for method in fitted:
+        if not method.method:
+            _say(f"{method.asked} takes more than {method.share} of the bytes of full in bfloat16: left out")
+    return list(dict.fromkeys(["full", *(method.method for method in fitted if method.method)]))
+
+
+def summarize(out: Path) -> None:
+    """Prints the summary of a run and writes it as CSV, as plots and as a page."""
+    from kvjax.eval.page import summary
+
+    records = store.read(out)
+    rows = summary.rows(records)
+    Console(width=max(Console().width, TABLE_COLUMNS)).print(summary.table(rows))
+    # The table and the CSV file come first: plots and page are slow to import, and may lack a library.
+    print(f"wrote {summary.write_csv(rows, out / CSV)}")
+    from kvjax.eval.page import plots, report
+
+    pictures = plots.write(plots.plots(rows, records), out)
+    paths = [*pictures[:1], report.write(out)]
+    print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in paths))
+
+
+def render(out: Path) -> None:
+    """Renders the page of a run, also of one that is still going on, and prints its path."""
+    from kvjax.eval.page import report
+
+    if (out / store.RECORDS).is_file() and not (out / store.RUN).is_file():
+        _say(
+            f"{out} has records but no {store.RUN}, so that the page cannot say how they were made; "
+            f"{store.REBUILD_HINT}"
+        )
+    print(f"wrote {report.write(out)}")

@@ -1,0 +1,50 @@
+"""The command `kvjax explore`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvjax.errors import KvjaxError
+from kvjax.explore import explorer_page
+from kvjax.explore.exploration import explore
+from kvjax.generation.inputs import token_ids
+from kvjax.methods.strings import resolve
+from kvjax.models.model import load
+from kvjax.utils.files import check_not_input, read_text_file, write_text
+
+METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
+MOST_TOKENS = 4096  # of a text: beyond, a page is too large to open
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the page, and prints its size; raises KvjaxError before anything runs if it can."""
+    methods = resolve(METHODS if args.methods is None else args.methods)
+    for name in ("steps", "tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.out.is_dir():
+        raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
+    check_not_input(args.text, "--text", args.out)
+    text = read_text_file(args.text, "--text")
+    if not text.strip():
+        raise KvjaxError(f"--text {args.text} has no text; give a file with some")
+    model = load(args.model, dtype=args.dtype)
+    if args.chat and args.tokens is not None:
+        raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
+    (ids,) = model.chat_ids([{"role": "user", "content": text}]) if args.chat else token_ids(model, [text])
+    ids = ids[: args.tokens]
+    if len(ids) > MOST_TOKENS:
+        raise KvjaxError(
+            f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST_TOKENS}; use --tokens {MOST_TOKENS}"
+        )
+
+    def say(method: str) -> None:
+        print(f"kvjax: reading under {method}", file=sys.stderr)
+
+    exploration = explore(model, ids, list(methods), args.steps, say)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    page = explorer_page.render(exploration, model.tokenizer, args.text.name)
+    num_bytes = write_text(args.out, page).stat().st_size
+    counts = f"{len(ids)} tokens, {len(exploration.answer)} steps, {len(methods)} methods"
+    print(f"wrote {args.out}, {num_bytes / 1e6:.1f} MB: {counts}")

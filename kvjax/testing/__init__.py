@@ -1,0 +1,6 @@
+"""Tools for testing a method offline: conformance rules, a toy model, a dense oracle, and a look into programs."""
+
+from kvjax.testing.conformance import BrokenRule, CheckReport, RuleReport, check_method
+from kvjax.testing.helpers import dense_attention, full_copies, toy_model
+
+__all__ = ["BrokenRule", "CheckReport", "RuleReport", "check_method", "dense_attention", "full_copies", "toy_model"]

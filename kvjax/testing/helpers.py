@@ -1,0 +1,58 @@
+"""A toy model, a dense attention oracle, and a search for full copies in a compiled program."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kvjax.models.config import Config
+from kvjax.models.model import Model, random_model
+
+
+def toy_model(seed: int = 0, **changes) -> Model:
+    """Returns a random decoder small enough for unit tests: grouped heads, three layers, 97 tokens.
+
+    Args:
+      seed: of the weights.
+      **changes: fields of `Config` with other values.
+    """
+    sizes = {"vocab_size": 97, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 48}
+    return random_model(Config(**{**sizes, **changes}), seed)
+
+
+def dense_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_pos: np.ndarray, window: int | None = None
+) -> np.ndarray:
+    """Computes the attention of one sequence in NumPy, float64, without any trick.
+
+    Args:
+      q: [N T H], queries.
+      k: [K S H], keys at positions 0..S-1; query head n reads key/value head n // (N / K).
+      v: [K S H], values.
+      q_pos: [T], positions of the queries.
+      window: tokens that a query sees, itself included; None for all before it.
+
+    Returns:
+      [N T H].
+
+    Reference:
+      Scaled dot-product attention, Vaswani et al. 2017, section 3.2.1
+    """
+    groups = q.shape[0] // k.shape[0]
+    pos = np.arange(k.shape[1])
+    out = np.empty(q.shape)
+    for n in range(q.shape[0]):
+        for t, at in enumerate(q_pos):
+            visible = (pos <= at) if window is None else (pos <= at) & (pos > at - window)
+            logits = k[n // groups, visible].astype(np.float64) @ q[n, t] / np.sqrt(q.shape[-1])
+            p = np.exp(logits - logits.max())
+            out[n, t] = (p / p.sum()) @ v[n // groups, visible]
+    return out
+
+
+def full_copies(program_text: str, shape: tuple[int, ...]) -> list[str]:
+    """Returns the instructions of a compiled program that copy or convert an array of exactly this shape."""
+    dims = re.escape("[" + ",".join(map(str, shape)) + "]")
+    copies = re.compile(dims + r"\{[^}]*\} (copy|convert|copy-start|transpose)\(")
+    return [line.strip()[:160] for line in program_text.splitlines() if copies.search(line)]

@@ -1,0 +1,478 @@
+"""The rules that every method keeps; a method that breaks one gives wrong answers without an error."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.accounting import kept_positions, state_bytes
+from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.codecs.base import Codec
+from kvjax.cache.method import Method
+from kvjax.cache.protocol import Cache, KVMethod, LayerState
+from kvjax.cache.validation import uncompared_fields
+from kvjax.core import memory
+from kvjax.errors import KvjaxError
+from kvjax.generation.generate import generate
+from kvjax.generation.memory_plan import planned_bytes
+from kvjax.generation.model_calls import extend, logits, prefill
+from kvjax.methods.strings import method_of
+from kvjax.models.model import Model
+from kvjax.testing.index_guard import GuardedMethod, IndexRead
+
+DECODED_TOKENS = 6  # one by one, after each prompt
+RAGGED_COUNTS = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens fed to each sequence at once: each meets each number
+LEAST_COSINE = 0.2  # mean, of stored rows with the true ones; codes of one bit have 0.6
+LOGIT_TOLERANCE = {4: 1e-3, 2: 5e-2}
+"""The difference of two programs' logits, as a fraction of the greatest one, by the bytes of the model's numbers."""
+ROUNDED_CODES_FACTOR = 20
+"""The tolerance is wider by this factor where a number between two codes may be rounded to either."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodRun:
+    """A method on three prompts, the first the longest and the second of one token, and the tokens after each."""
+
+    model: Model
+    method: KVMethod
+    prompts: list[list[int]]
+    following: list[list[int]]
+
+    def read(self, sequences: list[int], capacity: int | None = None) -> Cache:
+        """Returns the cache after the prompts of these sequences."""
+        prompts = [self.prompts[i] for i in sequences]
+        default = len(self.prompts[0]) + DECODED_TOKENS
+        return prefill(self.model, prompts, self.method, capacity=capacity or default)[1]
+
+    def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
+        """Feeds several tokens to each sequence in one call, and returns (logits f32[B T V], the cache)."""
+        out, cache = extend(self.model, tokens, cache)
+        return np.asarray(out, np.float32), cache
+
+    @functools.cached_property
+    def first_cache(self) -> Cache:
+        """The cache after all prompts."""
+        return self.read([0, 1, 2])
+
+    @functools.cached_property
+    def with_index_guard(self) -> MethodRun:
+        """The same prompts under the method whose layers raise `IndexRead`."""
+        return dataclasses.replace(self, method=GuardedMethod(self.method))
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[np.ndarray | None, Cache]]:
+        """(logits [B 1 V], cache) after the prompts, and after each step of all sequences together."""
+        steps: list[tuple[np.ndarray | None, Cache]] = [(None, self.first_cache)]
+        for t in range(DECODED_TOKENS):
+            steps.append(self.feed(steps[-1][1], [tokens[t : t + 1] for tokens in self.following]))
+        return steps
+
+    def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
+        """Whether x and y differ by rounding alone; `factor` widens the tolerance."""
+        return np.abs(x - y).max() <= factor * LOGIT_TOLERANCE[self.model.dtype.itemsize] * np.abs(y).max()
+
+
+class Breach(NamedTuple):
+    """A broken rule in words, and the usual repair."""
+
+    problem: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule that every method keeps.
+
+    Args:
+      name: short.
+      says: the rule in words.
+      remedy: the usual repair of a method that breaks it.
+      find: returns an empty text if the rule is kept, the problem, or a `Breach` with a remedy of its own.
+    """
+
+    name: str
+    says: str
+    remedy: str
+    find: Callable[[MethodRun], str | Breach]
+
+
+def loses_tokens(run: MethodRun) -> bool:
+    """Whether any head has lost a token of the longest prompt."""
+    longest = [sequences[0] for sequences in kept_positions(run.first_cache)]
+    return any(len(head) < len(run.prompts[0]) for heads in longest for head in heads)
+
+
+def find_uncompared_field(run: MethodRun) -> str:
+    """Finds a field that does not take part in equality: compiled programs are cached by the method's value."""
+    for field in uncompared_fields("method", run.method):
+        return f"{field} is not compared, so that methods which differ there share one compiled program"
+    return ""
+
+
+def find_invalid_scores(run: MethodRun) -> str:
+    """Runs without compiling, so that the parts of a method that check values can see them."""
+    # The next rule reports an index that is used, from this same cache.
+    with jax.disable_jit(), contextlib.suppress(IndexRead):
+        try:
+            run.with_index_guard.first_cache  # noqa: B018
+        except KvjaxError as e:
+            return str(e)
+    return ""
+
+
+def find_index_read(run: MethodRun) -> str:
+    """Runs without compiling, since compiled programs of guarded layers would serve nothing else."""
+    guarded = run.with_index_guard
+    with jax.disable_jit():
+        try:
+            guarded.feed(guarded.first_cache, [tokens[:1] for tokens in run.following])
+        except IndexRead as e:
+            where = users_line(e)
+            return f"{where}`spec.index` is used when the layer is called, where it is None and compares as unequal"
+    return ""
+
+
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))
+
+
+def users_line(error: Exception) -> str:
+    """Returns the last line of the user's own files that an error passed, as the beginning of a message."""
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    others = (_PACKAGE_FOLDER, *installed)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if os.path.isfile(f.filename) and not f.filename.startswith(others)
+    ]
+    return f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
+
+
+def find_changed_state(run: MethodRun) -> str:
+    """Compares the state after the first step with the prompt's."""
+    (_, before), (_, after) = run.steps[:2]
+    for i, states in enumerate(zip(before.layers, after.layers, strict=True)):
+        if changed := changed_types(*states):
+            return f"in layer {i} a step makes {changed}"
+    return ""
+
+
+def changed_types(before: Any, after: Any) -> str:
+    """Says which shape, dtype or memory kind of a state a step has changed; empty if none."""
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return "a state of other parts than the prompt did"
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jax.typeof(was) != jax.typeof(now):
+            return f"{jax.typeof(now)} of an array {jax.typeof(was)} of the state"
+    return ""
+
+
+def find_nonfinite_logits(run: MethodRun) -> str:
+    """Looks at the logits of every step."""
+    for t, (out, _) in enumerate(run.steps[1:]):
+        for row in range(3):
+            if out is not None and not np.isfinite(out[row]).all():
+                return f"the logits of row {row} are not finite in step {t + 1}"
+    return ""
+
+
+def find_wrong_positions(run: MethodRun) -> str | Breach:
+    """Looks at the positions of every layer and sequence after every step."""
+    for t, (_, cache) in enumerate(run.steps):
+        for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
+            for row, heads in enumerate(np.asarray(layer.positions(state))):
+                if breach := wrong_positions(run.method, heads, len(run.prompts[row]) + t, bool(t)):
+                    when = f"after step {t}" if t else "after the prompt"
+                    return breach._replace(problem=f"in layer {i}, row {row}, {when}, {breach.problem}")
+    return ""
+
+
+def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, has_decoded: bool) -> Breach | None:
+    """Checks the positions that the heads of one sequence hold.
+
+    Args:
+      method: its traits say whether tokens may be missing.
+      heads: [1|K S], a position for each slot, -1 where it is empty.
+      length: tokens of the sequence so far.
+      has_decoded: whether a token was decoded.
+    """
+    for head, positions in enumerate(heads):
+        real = positions[positions >= 0]
+        if positions.min(initial=-1) < -1 or positions.max(initial=-1) >= length:
+            return Breach(
+                f"head {head} says that it holds position {positions.max()} of a text of {length} tokens",
+                "Take positions from `block.pos` (or `state.pos`) and do not count anew; an empty slot has -1.",
+            )
+        values, counts = np.unique(real, return_counts=True)
+        if (counts > 1).any():
+            return Breach(
+                f"head {head} holds position {values[counts > 1][0]} {counts.max()} times, which counts it as often",
+                "Usual cause: a token that is chosen twice, as one of the window and by its score: take the window out "
+                "of what is scored, or give it an infinite score.",
+            )
+        if not method.traits.evicts and len(real) < length:
+            return Breach(
+                f"head {head} holds {len(real)} of {length} tokens, and `traits.evicts` is False",
+                "Set `evicts=True` in the method's traits, or keep every token.",
+            )
+        if isinstance(method, Method) and method.decode and len(real) == len(positions):
+            return Breach(
+                f"head {head} has no empty slot for the next token: the policy must let one go",
+                "In `after_token`, give one slot of each full head the position -1: "
+                "`jnp.where(full & (state.pos == oldest), -1, state.pos)`.",
+            )
+        if has_decoded and length - 1 not in positions:
+            return Breach(
+                f"head {head} does not hold the newest token",
+                "Usual cause: the newest token competes with the others before it was ever read: never let the slot "
+                "with the greatest position go.",
+            )
+    return None
+
+
+def _method_layers(cache: Cache) -> list[tuple[MethodLayer, LayerState]]:
+    """The layers of a kvjax.Method, with their states."""
+    both = zip(cache.plan, cache.layers, strict=True)
+    return [(layer, state) for layer, state in both if isinstance(layer, MethodLayer)]
+
+
+def find_codec_mismatch(run: MethodRun) -> str:
+    """Compares the ways to read a codec's rows with each other."""
+    for t in (0, DECODED_TOKENS):
+        _, cache = run.steps[t]
+        for i, (layer, state) in enumerate(_method_layers(cache)):
+            for name, codec, stored in (("keys", layer.k, state.k), ("values", layer.v, state.v)):
+                if wrong := _codec_mismatch(run, codec, stored, np.asarray(state.pos)):
+                    return f"in layer {i}, after step {t}, of the {name}, {wrong}"
+    return ""
+
+
+def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray) -> str:
+    decoded, name = codec.decode(stored), type(codec).__name__
+    B, _, S = pos.shape
+    shape = (B, run.model.config.kv_heads, S, run.model.config.head_dim)
+    if decoded.shape != shape or not jnp.issubdtype(decoded.dtype, jnp.floating):
+        return f"{name}.decode gives {jax.typeof(decoded)}, and must give floats [B K S H], here {shape}"
+    idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])
+    rows = codec.gather(stored, idx)
+    if rows.shape != shape:
+        return f"{name}.gather gives {jax.typeof(rows)}, and must give [B K n H], here {shape}"
+    is_real = np.broadcast_to(pos >= 0, shape[:3])
+    decoded, rows = (np.asarray(x, np.float32)[is_real] for x in (decoded, rows))
+    if decoded.size and not run.are_close(rows, decoded):
+        return f"{name}.gather gives other rows than {name}.decode"
+    return ""
+
+
+def find_wrong_contents(run: MethodRun) -> str:
+    """Compares the first layer with the full cache's: keys and values reach it unchanged under any method."""
+    full = dataclasses.replace(run, method=method_of("full"))
+    for t in (0, DECODED_TOKENS):
+        first, exact_first = (_method_layers(x.steps[t][1])[:1] for x in (run, full))
+        for (layer, state), (_, exact) in zip(first, exact_first, strict=False):
+            sides = {"values": (layer.v.decode(state.v), memory.unpack(exact.v))}
+            if layer.method.positions == "true":
+                sides["keys"] = layer.keys(state.k, state.pos), memory.unpack(exact.k)
+            for name, (stored, true) in sides.items():
+                if wrong := _unlike_rows(run, np.asarray(state.pos), stored, true):
+                    return f"after step {t}, the {name} that the first layer holds {wrong}"
+    return ""
+
+
+def _unlike_rows(run: MethodRun, pos: np.ndarray, stored: Any, true: Any) -> str:
+    """Compares rows stored [B K S H] at positions [B 1|K S] with the true ones [B K S' H], one slot per position."""
+    stored, true = (np.asarray(x, np.float32) for x in (stored, true))
+    pos = np.broadcast_to(pos, stored.shape[:3])
+    wanted = np.take_along_axis(true, np.maximum(pos, 0)[..., None], 2)
+    norms = np.linalg.norm(stored, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    # A cosine, since a codec may scale: a row of zeros has no direction, and counts as unlike.
+    cosine = (stored * wanted).sum(-1) / np.maximum(norms, 1e-30)
+    for row, prompt in enumerate(run.prompts):
+        for which, mask in (("", pos[row] >= 0), (" that were decoded", pos[row] >= len(prompt))):
+            if mask.any() and (mean := cosine[row][mask].mean()) < LEAST_COSINE:
+                return f"are not those of the tokens at their positions in row {row}{which} (mean cosine {mean:.2f})"
+    return ""
+
+
+def find_dependence(run: MethodRun) -> str | Breach:
+    """Runs each sequence alone, and compares it with itself in the batch."""
+    first_caches = []
+    for row in range(3):
+        alone: list[tuple[np.ndarray | None, Cache]] = [(None, run.read([row]))]
+        first_caches.append(alone[0][1])
+        for t in range(DECODED_TOKENS):
+            alone.append(run.feed(alone[-1][1], [run.following[row][t : t + 1]]))
+        for t, (single, batch) in enumerate(zip(alone, run.steps, strict=True)):
+            if wrong := _row_difference(run, row, single, batch):
+                return f"{wrong} when it is read alone than with others, after step {t}"
+    for row, first_cache in enumerate(first_caches):
+        if wrong := _ragged_difference(run, row, first_cache):
+            return Breach(
+                f"{wrong} when it is fed together with rows that are fed other numbers of tokens",
+                "Usual cause: rows that get no token in a step are changed nevertheless: where `q_pos` is -1, keep "
+                "the old value, as in `jnp.where(q_pos >= 0, new, old)`, and let a compression of a full row wait for "
+                "that row's own next token.",
+            )
+    return ""
+
+
+def _ragged_difference(run: MethodRun, row: int, first_cache: Cache) -> str:
+    """Feeds all rows unequal numbers of tokens in one call, and compares one row with itself alone."""
+    for counts in RAGGED_COUNTS:
+        # Alone the row is fed as many tokens in a call: a method may treat a chunk differently from single steps.
+        fed = [tokens[:count] for tokens, count in zip(run.following, counts, strict=True)]
+        single, batch = run.feed(first_cache, fed[row : row + 1]), run.feed(run.first_cache, fed)
+        if wrong := _row_difference(run, row, single, batch, counts[row] - 1):
+            return wrong
+        for t in range(DECODED_TOKENS - max(counts)):
+            fed = [tokens[count + t : count + t + 1] for tokens, count in zip(run.following, counts, strict=True)]
+            single, batch = run.feed(single[1], fed[row : row + 1]), run.feed(batch[1], fed)
+            if wrong := _row_difference(run, row, single, batch):
+                return f"{wrong}, {t + 1} steps later,"
+    return ""
+
+
+def _row_difference(run: MethodRun, row: int, single: Any, batch: Any, last: int = 0) -> str:
+    """Compares (logits, cache) of a row alone with the batch's; `last` is the index of the row's last fed token."""
+    for i, (here, there) in enumerate(zip(kept_positions(single[1]), kept_positions(batch[1]), strict=True)):
+        if not all(map(np.array_equal, here[0], there[row])):
+            return f"row {row} holds other tokens in layer {i}"
+    if single[0] is None or run.are_close(single[0][0, last], batch[0][row, last], ROUNDED_CODES_FACTOR):
+        return ""
+    return f"row {row} has other logits"
+
+
+def find_inexact_logits(run: MethodRun) -> str:
+    """Compares with the full cache's logits where `traits.exact` is set."""
+    if not run.method.traits.exact:
+        return ""
+    for row, prompt in enumerate(run.prompts):
+        want = np.asarray(logits(run.model, [prompt + run.following[row]]), np.float32)[0, len(prompt) :]
+        got = np.concatenate([out[row] for out, _ in run.steps[1:] if out is not None])
+        if not run.are_close(got, want):
+            return f"the logits of row {row} are not those of the full cache, and `traits.exact` is True"
+    return ""
+
+
+def find_unplanned_bytes(run: MethodRun) -> str:
+    """Compares the bytes of the last step with the planned ones."""
+    _, cache = run.steps[-1]
+    total = state_bytes(cache).total
+    # A plan takes all prompts as alike, and a global budget depends on each prompt.
+    if not any(layer.needs.global_budget for layer in cache.plan):
+        sizes = {"capacity": cache.capacity, "batch": 3, "dtype": run.model.dtype}
+        planned = planned_bytes(run.method, run.model.config, len(run.prompts[0]), **sizes)
+        if total != planned.total:
+            return f"{planned.total} bytes are planned for these prompts and {total} are held"
+    if run.method.traits.constant and state_bytes(run.read([0, 1, 2], 4 * cache.capacity)).total != total:
+        return "its bytes grow with the room for more tokens, and `traits.constant` is True"
+    return ""
+
+
+def find_loop_mismatch(run: MethodRun) -> str:
+    """Compares the tokens of both decode loops, in float32 alone: 16-bit rounding may tell two sound loops apart."""
+    if run.model.dtype.itemsize < 4:
+        return ""
+    options = {"max_new_tokens": DECODED_TOKENS, "eos_ids": ()}
+    compiled, stepwise = (
+        generate(run.model, run.prompts, run.method, loop=loop, **options).tokens for loop in ("while", "layers")
+    )
+    if compiled != stepwise:
+        return f"a compiled loop makes the tokens {compiled}, and step after step {stepwise}: something is kept outside"
+    return ""
+
+
+RULES = (
+    Rule(
+        "fields",
+        "methods that compare equal are equal",
+        "Take `compare=False` off that field, or the field out of the dataclass.",
+        find_uncompared_field,
+    ),
+    Rule(
+        "scores",
+        "scores are numbers",
+        "Usual cause: a division by zero, or a logarithm of it, at empty slots: mask them before, as in "
+        "`jnp.where(block.pos >= 0, x, 1)`.",
+        find_invalid_scores,
+    ),
+    Rule(
+        "place",
+        "what depends on a layer's place is known when the method is bound",
+        "Give the component a method `at(self, spec)`, which is called for each layer before anything is run, and "
+        "returns the component of that layer: keep what follows from `spec.index` in a field of it.",
+        find_index_read,
+    ),
+    Rule(
+        "shapes",
+        "a step keeps shapes, dtypes and memory kinds of the state",
+        "Usual cause: a step that concatenates or lets a dtype widen: write into slots (`x.at[...].set(...)`) and cast "
+        "the result (`.astype(x.dtype)`).",
+        find_changed_state,
+    ),
+    Rule(
+        "finite",
+        "logits are finite",
+        "Usual cause: a scale of zero that is divided by, or empty slots that are read: `jnp.maximum(scale, 1e-6)`, "
+        "and mask empty slots: `block.pos >= 0`.",
+        find_nonfinite_logits,
+    ),
+    Rule(
+        "positions",
+        "a head holds tokens of the text, each once, and the newest one",
+        "",  # each of its findings has its own remedy
+        find_wrong_positions,
+    ),
+    Rule(
+        "codecs",
+        "a codec gives the rows that it decodes",
+        "`decode(stored)` gives floats [B K S H] of all slots, and `gather(stored, idx)` the same numbers at the slots "
+        "`idx` [B K n]: `jnp.take_along_axis(self.decode(stored), idx[..., None], 2)`.",
+        find_codec_mismatch,
+    ),
+    Rule(
+        "contents",
+        "what is held is like the keys and values of the tokens at these positions",
+        "Usual cause: rows and positions that are moved differently, or an `append` that drops what is new: gather "
+        "keys, values and positions by the same indices, and return the updated arrays.",
+        find_wrong_contents,
+    ),
+    Rule(
+        "independence",
+        "a sequence does not depend on its neighbours, on padding, or on how many tokens these are fed",
+        "Usual cause: something is computed over the whole batch or over padding: mask empty slots "
+        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0.",
+        find_dependence,
+    ),
+    Rule(
+        "exact",
+        "logits are those of the full cache where `traits.exact` says so",
+        "Set `exact=False` in the method's traits unless it holds and reads every token unchanged.",
+        find_inexact_logits,
+    ),
+    Rule(
+        "bytes",
+        "bytes are the planned ones",
+        "Usual cause: arrays whose sizes follow from something other than the layer's "
+        "`num_slots(prompt_tokens, headroom_tokens)` and its `LayerSpec`; where they grow with the headroom, set "
+        "`constant=False` in the traits.",
+        find_unplanned_bytes,
+    ),
+    Rule(
+        "loops",
+        "every decode loop makes the same tokens",
+        "Usual cause: a number that changes and lies outside the state, such as an attribute, a global or a counter in "
+        "Python: keep it in an array of the state.",
+        find_loop_mismatch,
+    ),
+)
+"""The rules in the order in which they are tried: a later one may rely on the earlier ones."""
